@@ -1,0 +1,65 @@
+"""Lily's settings: the only place that reads ``LILY_*`` environment variables.
+
+``LILY_DISABLE_HOOK`` is the one exception: the line in ``lily_mlx.pth`` tests it before this package is
+imported at all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import UsageError
+
+BACKENDS = ("auto", "metal", "cuda", "host", "ops")
+ENGINES = ("mlx", "lily", "auto")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for through the environment.
+
+    Attributes:
+        backend: ``LILY_BACKEND``, one of :data:`BACKENDS`; ``auto`` picks the best this machine has.
+        disabled_ops: names in ``LILY_DISABLE`` (comma separated); those ops take the stock path.
+        cache_dir: folder for compiled host kernels and check results; ``LILY_CACHE_DIR`` or the
+            platform's user cache folder.
+        engine: ``MLX_LM_ENGINE``, the default of ``--engine``; None when unset.
+    """
+
+    backend: str
+    disabled_ops: frozenset[str]
+    cache_dir: Path
+    engine: str | None
+
+
+def settings() -> Settings:
+    """Read the environment. Cheap, so callers need not keep the result.
+
+    Raises:
+        UsageError: a variable holds a value that is not one of its choices.
+    """
+    backend = os.environ.get("LILY_BACKEND") or "auto"
+    if backend not in BACKENDS:
+        raise UsageError(f"LILY_BACKEND is {backend!r}; it must be one of {', '.join(BACKENDS)}")
+    engine = os.environ.get("MLX_LM_ENGINE") or None
+    if engine is not None and engine not in ENGINES:
+        raise UsageError(f"MLX_LM_ENGINE is {engine!r}; it must be one of {', '.join(ENGINES)}")
+    disabled = os.environ.get("LILY_DISABLE", "")
+    return Settings(
+        backend=backend,
+        disabled_ops=frozenset(name.strip() for name in disabled.split(",") if name.strip()),
+        cache_dir=_cache_dir(),
+        engine=engine,
+    )
+
+
+def _cache_dir() -> Path:
+    if path := os.environ.get("LILY_CACHE_DIR"):
+        return Path(path).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "lily-mlx"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "lily-mlx"
