@@ -1,0 +1,7 @@
+"""Lily's operations. Importing this package declares every kernel."""
+
+from __future__ import annotations
+
+from . import gated_delta_scan
+
+__all__ = ["gated_delta_scan"]

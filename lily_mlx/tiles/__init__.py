@@ -1,0 +1,52 @@
+"""Tile tables: which layout of a kernel runs for a shape on a chip.
+
+A table is ``<op>.toml``, a list of ``[[choice]]``:
+
+- ``chip``: a prefix of the chip's name as ``launch.backend.chip`` gives it ("cuda-sm_90", "metal"); "" is any;
+- ``when``: for each axis that matters, ``[smallest, largest]``, both included;
+- ``tile``: the values chosen;
+- ``because``: the result that chose it.
+
+The first choice that fits is taken, so a table goes from special to general and ends with one that always fits.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+
+@lru_cache
+def table(op: str) -> tuple[dict[str, Any], ...]:
+    """The choices of an op, in order.
+
+    Raises:
+        ValueError: a choice lacks a field, or the last one does not always fit.
+    """
+    path = Path(__file__).with_name(f"{op}.toml")
+    choices = tuple(tomllib.loads(path.read_text())["choice"])
+    for number, choice in enumerate(choices, start=1):
+        if choice.keys() != {"chip", "when", "tile", "because"}:
+            raise ValueError(f"{path.name}: choice {number} needs chip, when, tile and because, no more")
+    if choices[-1]["chip"] or choices[-1]["when"]:
+        raise ValueError(f"{path.name}: the last choice must fit every chip and shape")
+    return choices
+
+
+@lru_cache(maxsize=4096)
+def _choose(op: str, chip: str, sizes: tuple[tuple[str, int], ...]) -> Mapping[str, int]:
+    values = dict(sizes)
+    return next(
+        choice["tile"]
+        for choice in table(op)
+        if chip.startswith(choice["chip"])
+        and all(low <= values[axis] <= high for axis, (low, high) in choice["when"].items())
+    )
+
+
+def choose(op: str, chip: str, **sizes: int) -> Mapping[str, int]:
+    """The tile for a shape on a chip: the first choice of the op's table that fits."""
+    return _choose(op, chip, tuple(sizes.items()))
