@@ -1,0 +1,273 @@
+"""Compiling for the host: finds a C++ compiler and keeps what it made in the cache, by content.
+
+Two compilers will do: the system's clang from 18 on (older ones have no ``__bf16`` arithmetic), or the one
+inside the ``ziglang`` package. Both are driven as plain clang, without C++ or C library headers for kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import BackendUnavailableError
+from ...settings import settings
+
+RUNTIME_DIR = Path(__file__).parent
+DARWIN = sys.platform == "darwin"
+OLDEST_CLANG = 18
+OLDEST_APPLE_CLANG = 17  # made from LLVM 19
+
+_KERNEL_FLAGS = (
+    "-std=c++20",
+    "-O2",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffreestanding",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-threadsafe-statics",
+    "-fno-math-errno",
+    "-fno-strict-aliasing",
+    "-fno-finite-loops",  # a kernel's endless loop must stay one
+    "-ffp-contract=on",
+    "-ftrivial-auto-var-init=pattern",
+    "-gline-tables-only",
+    "-gdwarf-4",
+    "-fno-color-diagnostics",
+    "-w",
+    "-Wno-reserved-user-defined-literal",  # 1.0h
+    # Metal rounds half and bfloat after every operation, and reads 0.1 as a float.
+    "-Xclang",
+    "-ffloat16-excess-precision=none",
+    "-Xclang",
+    "-fbfloat16-excess-precision=none",
+    "-Xclang",
+    "-cl-single-precision-constant",
+)
+_CHECKS = "array-bounds,signed-integer-overflow,unsigned-integer-overflow,integer-divide-by-zero"
+_CHECK_FLAGS = (f"-fsanitize={_CHECKS}", f"-fsanitize-recover={_CHECKS}")
+_NO_CHECK_FLAGS = ("-fwrapv", "-DLILY_NO_CHECKS")
+
+
+class CompilerFailure(Exception):
+    """The compiler refused a source. ``str()`` of it is all that the compiler said."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler.
+
+    Attributes:
+        command: what runs it as clang.
+        library_command: what compiles a source that includes the C library's headers.
+        linker: what makes a shared library from object files.
+        identity: a text that differs between compilers that may compile differently.
+    """
+
+    command: tuple[str, ...]
+    library_command: tuple[str, ...]
+    linker: tuple[str, ...]
+    identity: str
+
+
+@functools.cache
+def find_compiler() -> Compiler:
+    """The compiler of this machine.
+
+    Raises:
+        BackendUnavailableError: there is none.
+    """
+    versioned = [f"clang++-{n}" for n in range(40, OLDEST_CLANG - 1, -1)]
+    for name in ("clang++", *versioned):
+        path = shutil.which(name)
+        if path and (found := _system_clang(path)):
+            return found
+    spec = importlib.util.find_spec("ziglang")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        zig = shutil.which("zig", path=folder)
+        if zig:
+            return _zig(zig)
+    raise BackendUnavailableError(
+        f"the host back-end needs a C++ compiler: clang {OLDEST_CLANG} or newer, "
+        "or `pip install lily-mlx[test]`, which brings one"
+    )
+
+
+def _system_clang(path: str) -> Compiler | None:
+    try:
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r"(Apple )?clang version (\d+)", text)
+    if not match or int(match[2]) < (OLDEST_APPLE_CLANG if match[1] else OLDEST_CLANG):
+        return None
+    link = ("-shared", "-undefined", "dynamic_lookup") if DARWIN else ("-shared", "-nostdlib")
+    return Compiler((path,), (path,), (path, *link), f"{path}\n{text}")
+
+
+def _zig(path: str) -> Compiler:
+    text = subprocess.run([path, "clang", "--version"], capture_output=True, text=True, timeout=60).stdout
+    # `zig clang` and `zig ld.lld` are the bare tools: they build no C library first, as `zig cc` would.
+    machine = {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
+    target = f"{machine}-macos" if DARWIN else f"{machine}-linux-gnu"
+    link = (path, "cc", "-shared", "-Wl,-undefined,dynamic_lookup") if DARWIN else (path, "ld.lld", "-shared")
+    headers = str(Path(path).parent / "lib" / "include")
+    return Compiler(
+        (path, "clang", "-target", target, "-isystem", headers),
+        (path, "cc", "-target", target),
+        link,
+        f"{path}\n{text}",
+    )
+
+
+@functools.cache
+def _cpu_flags() -> tuple[str, ...]:
+    """Fused multiply-add and half conversion in hardware, which Metal has too, where this CPU has them."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ()
+    try:
+        flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)[1].split())  # type: ignore[index]
+    except (OSError, TypeError):
+        return ()
+    return ("-mfma", "-mf16c", "-mavx2") if {"fma", "f16c", "avx2"} <= flags else ()
+
+
+def cache_dir() -> Path:
+    return settings().cache_dir / "host"
+
+
+_locks: dict[str, threading.Lock] = {}
+_locks_guard = threading.Lock()
+
+
+def _cached(key: str, suffix: str, make: Callable[[Path, Path], None]) -> Path:
+    """The cached file for ``key``; ``make(folder, target)`` writes it when there is none.
+
+    Threads of this process wait for one another; processes may make a file twice, and the last rename wins.
+    """
+    target = cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}{suffix}"
+    if target.exists():
+        return target
+    with _locks_guard:
+        lock = _locks.setdefault(target.name, threading.Lock())
+    with lock:
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
+                made = Path(folder) / f"made{suffix}"
+                make(Path(folder), made)
+                os.replace(made, target)
+    return target
+
+
+def _run(command: list[str], cwd: Path) -> None:
+    environment = dict(os.environ)
+    for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
+        environment[name] = str(cache_dir() / "zig")
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        raise CompilerFailure(done.stderr or done.stdout or f"{command[0]} ended with {done.returncode}")
+
+
+@functools.cache
+def runtime_digest() -> str:
+    """A digest of everything in this folder that a compiled kernel depends on."""
+    digest = hashlib.sha256()
+    for path in sorted(RUNTIME_DIR.iterdir()):
+        if path.suffix in (".h", ".cpp", ".py"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def worker_library() -> Path:
+    """The compiled worker, a shared library whose function ``lily_worker`` serves launches."""
+    compiler = find_compiler()
+
+    def make(folder: Path, target: Path) -> None:
+        flags = ["-std=c++20", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all"]
+        source = str(RUNTIME_DIR / "worker.cpp")
+        _run([*compiler.library_command, "-x", "c++", *flags, "-c", source, "-o", "worker.o"], folder)
+        _run([*compiler.linker, "worker.o", "-o", str(target)], folder)
+
+    return _cached(f"worker\n{compiler.identity}\n{runtime_digest()}", ".so", make)
+
+
+def kernel_library(
+    source_key: str, source: Callable[[], str], include_dirs: tuple[Path, ...], checks: bool
+) -> Path:
+    """Compile a kernel's translation unit to a shared library.
+
+    Args:
+        source_key: stands for everything that ``source`` and ``include_dirs`` hold.
+        source: called for the text when it is not in the cache.
+        include_dirs: searched for headers, in this order.
+        checks: compile in the bounds and overflow checks.
+
+    Raises:
+        CompilerFailure: the compiler refused the source.
+    """
+    compiler = find_compiler()
+    flags = (*_KERNEL_FLAGS, *_cpu_flags(), *(_CHECK_FLAGS if checks else _NO_CHECK_FLAGS))
+
+    def make(folder: Path, target: Path) -> None:
+        (folder / "kernel.cpp").write_text(source())
+        include = [part for path in (RUNTIME_DIR, *include_dirs) for part in ("-I", str(path))]
+        clang = [*compiler.command, "-x", "c++", *flags, *include]
+        _run([*clang, "-S", "kernel.cpp", "-o", "kernel.s"], folder)
+        assembly = folder / "kernel.s"
+        assembly.write_text(add_line_table(assembly.read_text()))
+        _run([*compiler.command, "-c", "kernel.s", "-o", "kernel.o"], folder)
+        _run([*compiler.linker, "kernel.o", "-o", str(target)], folder)
+
+    key = "\n".join((compiler.identity, *flags, runtime_digest(), source_key))
+    return _cached(key, ".so", make)
+
+
+_FILE = re.compile(r'^\s*\.file\s+(\d+) "((?:[^"\\]|\\.)*)"(?: "((?:[^"\\]|\\.)*)")?', re.M)
+_LOC = re.compile(r"^\s*\.loc\s+(\d+) (\d+)[^\n]*\n", re.M)
+
+
+def add_line_table(assembly: str) -> str:
+    """Append to ``assembly`` a table of (instruction, file, line), made from its ``.loc`` directives.
+
+    The worker reads the table to name the line of a fault. Debug information itself would need a parser per
+    object format, and macOS keeps it out of shared libraries.
+    """
+    names = {int(m[1]): m[3] or m[2] for m in _FILE.finditer(assembly)}
+    order = {number: i for i, number in enumerate(sorted(names))}
+    prefix = "L" if DARWIN else ".L"
+    rows: list[str] = []
+
+    def mark(match: re.Match[str]) -> str:
+        file, line = int(match[1]), int(match[2])
+        if line == 0 or file not in order:  # code of no line belongs to the line before
+            return match[0]
+        n = len(rows)
+        rows.append(
+            f"{prefix}lily_row{n}:\n\t.long {prefix}lily_code{n}-{prefix}lily_row{n}\n"
+            f"\t.long {order[file]}\n\t.long {line}\n"
+        )
+        return f"{match[0]}{prefix}lily_code{n}:\n"
+
+    marked = _LOC.sub(mark, assembly)
+    symbol = "_" if DARWIN else ""
+    section = "\t.section __DATA,__lily_lines\n" if DARWIN else '\t.section .lily_lines,"a",@progbits\n'
+    strings = "".join(f'\t.asciz "{names[number]}"\n' for number in sorted(names)) or '\t.asciz ""\n'
+    return (
+        f"{marked}\n{section}\t.p2align 3\n\t.globl {symbol}lily_lines\n{symbol}lily_lines:\n"
+        f"{''.join(rows)}\t.globl {symbol}lily_lines_end\n{symbol}lily_lines_end:\n\t.long 0\n"
+        f"\t.globl {symbol}lily_files\n{symbol}lily_files:\n{strings}"
+    )
