@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ from .hostrt.process import (
     BufferSpec,
     Report,
     Worker,
-    WorkerLost,
+    WorkerLostError,
     parse_schedule,
     thread_worker,
 )
@@ -126,7 +127,7 @@ class _Parameter(NamedTuple):
 
     name: str
     source: str  # "input", "shape", "strides", "ndim" or "output"
-    index: int  # of the input or output
+    number: int  # of the input or output
 
 
 @dataclass
@@ -220,7 +221,7 @@ class HostKernel:
         self.header = header
         self.ensure_row_contiguous = ensure_row_contiguous
         options = {"compile_options": compile_options} if compile_options else {}
-        self._traced = mx.fast.metal_kernel(
+        self._traced: Any = mx.fast.metal_kernel(
             name=name,
             input_names=list(input_names),
             output_names=list(output_names),
@@ -305,7 +306,7 @@ class HostKernel:
                 "trace; call it outside, or switch compilation off with mx.disable_compile()",
                 kernel=self.name,
             ) from error
-        if self.ensure_row_contiguous and not all(memoryview(a).c_contiguous for a in arrays):
+        if self.ensure_row_contiguous and not all(_view(a).c_contiguous for a in arrays):
             arrays = [mx.contiguous(a) for a in arrays]
             mx.eval(arrays)
         return arrays
@@ -420,7 +421,7 @@ class HostKernel:
             key = f"{_language_digest()}\n{metal}\n{entry}"
             try:
                 found = compiler.kernel_library(key, lambda: _cpp_source(metal, entry), (INCLUDE_DIR,), check)
-            except compiler.CompilerFailure as failure:
+            except compiler.CompilerError as failure:
                 raise _compile_error(self.name, str(failure)) from None
             used = thread_worker().load(found).threadgroup_bytes
             if used > MAX_THREADGROUP_BYTES:
@@ -513,7 +514,7 @@ def _mlx_include() -> Path:
 @functools.cache
 def _language_digest() -> str:
     """A digest of what a translated kernel depends on besides its own text."""
-    digest = hashlib.sha256(mx.__version__.encode())
+    digest = hashlib.sha256(version("mlx").encode())
     for path in sorted(Path(rewrite.__file__).parent.rglob("*")):
         if path.is_file() and path.suffix != ".pyc":
             digest.update(path.read_bytes())
@@ -562,28 +563,28 @@ class _Arguments:
     def _value(self, p: _Parameter) -> np.ndarray | int:
         """The bytes of an argument, or for an output without initial value the number of its bytes."""
         if p.source == "output":
-            dtype = self.output_dtypes[p.index]
-            size = int(np.prod(self.output_shapes[p.index], dtype=np.int64))
+            dtype = self.output_dtypes[p.number]
+            size = int(np.prod(self.output_shapes[p.number], dtype=np.int64))
             if self.init_value is None:
                 return size * dtype.size
-            one = np.frombuffer(memoryview(_evaluated(mx.array(self.init_value).astype(dtype))), np.uint8)
+            one = np.frombuffer(_view(_evaluated(mx.array(self.init_value).astype(dtype))), np.uint8)
             return np.tile(one, size)
-        array = self.arrays[p.index]
+        array = self.arrays[p.number]
         if p.source == "input":
             return _memory(array)
         if p.source == "shape":
             return np.array(array.shape, np.int32).view(np.uint8)
         if p.source == "ndim":
             return np.array([array.ndim], np.int32).view(np.uint8)
-        view = memoryview(array)
+        view = _view(array)
         strides = [s // view.itemsize for s in view.strides or ()]
         return np.array(strides, np.int64).view(np.uint8)
 
     def _item_bytes(self, p: _Parameter) -> int:
         if p.source == "output":
-            return int(self.output_dtypes[p.index].size)
+            return int(self.output_dtypes[p.number].size)
         if p.source == "input":
-            return int(self.arrays[p.index].dtype.size)
+            return int(self.arrays[p.number].dtype.size)
         return 8 if p.source == "strides" else 4
 
     def initial_outputs(self) -> list[np.ndarray]:
@@ -591,7 +592,7 @@ class _Arguments:
         outputs: list[np.ndarray] = [np.empty(0, np.uint8)] * len(self.output_shapes)
         for p, value in zip(self.variant.parameters, self.values, strict=True):
             if p.source == "output":
-                outputs[p.index] = np.zeros(value, np.uint8) if isinstance(value, int) else value
+                outputs[p.number] = np.zeros(value, np.uint8) if isinstance(value, int) else value
         return outputs
 
     def run(
@@ -609,7 +610,7 @@ class _Arguments:
         buffers = self._place(worker, placement)
         try:
             report = worker.run(library, grid, threadgroup, buffers, schedule, poison, time_limit)
-        except WorkerLost:
+        except WorkerLostError:
             raise KernelCrash("the worker process ended without a report", kernel=self.kernel.name) from None
         if report is not None and report.misaligned and not self.variant.aligned:
             # Vector instructions want multiples of 16 bytes, as every buffer on the GPU has.
@@ -621,7 +622,7 @@ class _Arguments:
         for p, b in zip(self.variant.parameters, buffers, strict=True):
             if p.source == "output":
                 start = b.file_offset + b.data_offset
-                outputs[p.index] = worker.arena[start : start + b.data_bytes].copy()
+                outputs[p.number] = worker.arena[start : start + b.data_bytes].copy()
         return outputs
 
     def _place(self, worker: Worker, placement: str) -> list[BufferSpec]:
@@ -688,13 +689,15 @@ class _Arguments:
                     element=element,
                 )
             tainted = (a != b).any(axis=1)
-            if dtype in _FLOATS and not tainted.any() and self._inputs_are_numbers():
+            if dtype in _FLOATS and not tainted.any():
                 tainted = (a == _POISONS[0]).all(axis=1)
+                if tainted.any() and not self._inputs_are_numbers():
+                    continue
             if tainted.any():
                 element = int(tainted.argmax())
                 raise UninitializedRead(
                     f"element {element} of {name!r} depends on memory that was never written, such as a "
-                    f"local, or threadgroup memory read before the barrier ({int(tainted.sum())} of {len(a)})",
+                    f"local, or threadgroup memory before the barrier ({int(tainted.sum())} of {len(a)})",
                     kernel=self.kernel.name,
                     buffer=name,
                     element=element,
@@ -709,9 +712,14 @@ def _evaluated(array: mx.array) -> mx.array:
     return array
 
 
+def _view(array: Any) -> memoryview:
+    """An evaluated array's memory; MLX's type stubs do not say that arrays are buffers."""
+    return memoryview(array)
+
+
 def _memory(array: mx.array) -> np.ndarray:
     """The bytes of an array as they lie in memory, from its first to its last element."""
-    view = memoryview(array)
+    view = _view(array)
     if view.c_contiguous:
         return np.frombuffer(view, np.uint8)
     bits = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[view.itemsize]

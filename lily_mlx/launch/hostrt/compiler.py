@@ -61,7 +61,7 @@ _CHECK_FLAGS = (f"-fsanitize={_CHECKS}", f"-fsanitize-recover={_CHECKS}")
 _NO_CHECK_FLAGS = ("-fwrapv", "-DLILY_NO_CHECKS")
 
 
-class CompilerFailure(Exception):
+class CompilerError(Exception):
     """The compiler refused a source. ``str()`` of it is all that the compiler said."""
 
 
@@ -178,7 +178,7 @@ def _run(command: list[str], cwd: Path) -> None:
         environment[name] = str(cache_dir() / "zig")
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, errors="replace")
     if done.returncode:
-        raise CompilerFailure(done.stderr or done.stdout or f"{command[0]} ended with {done.returncode}")
+        raise CompilerError(done.stderr or done.stdout or f"{command[0]} ended with {done.returncode}")
 
 
 @functools.cache
@@ -217,7 +217,7 @@ def kernel_library(
         checks: compile in the bounds and overflow checks.
 
     Raises:
-        CompilerFailure: the compiler refused the source.
+        CompilerError: the compiler refused the source.
     """
     compiler = find_compiler()
     flags = (*_KERNEL_FLAGS, *_cpu_flags(), *(_CHECK_FLAGS if checks else _NO_CHECK_FLAGS))

@@ -1,5 +1,7 @@
 """What can go wrong in a kernel that runs on the host."""
 
+# ruff: noqa: N818 - the names say what the kernel did
+
 from __future__ import annotations
 
 from ...errors import LilyError

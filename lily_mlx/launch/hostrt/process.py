@@ -73,7 +73,7 @@ class Report:
     message: str
 
 
-class WorkerLost(Exception):
+class WorkerLostError(Exception):
     """The worker ended without a report."""
 
 
@@ -157,7 +157,7 @@ class Worker:
             None, or what went wrong.
 
         Raises:
-            WorkerLost: the worker ended without saying why.
+            WorkerLostError: the worker ended without saying why.
         """
         number = self.load(library).number
         limit = min(max(1, round(time_limit * 1000)), 2**31 - 1)
@@ -234,7 +234,7 @@ class Worker:
         if status in (b"", b"D"):
             self._stop()
         if not status:
-            raise WorkerLost
+            raise WorkerLostError
         return status, fields
 
 
