@@ -56,6 +56,7 @@ struct GatedDeltaScan {
     bool keep;
   };
 
+  // At the first token of the current block of AHEAD tokens.
   LILY_DEVICE const InT* q;
   LILY_DEVICE const InT* k;
   LILY_DEVICE const InT* v;
@@ -70,17 +71,29 @@ struct GatedDeltaScan {
   bool keep_before;
   Token tokens[AHEAD];
 
-  LILY_INLINE void load(LILY_THREAD Token& token, int t) {
-    const i64 key_row = i64(t) * (Hk * Dk);
+  // The token at a distance, known to the compiler, from the start of the block.
+  LILY_INLINE void load(LILY_THREAD Token& token, int distance) {
     LILY_UNROLL
     for (int r = 0; r < RUNS; ++r) {
-      token.k[r] = lily_load<UNIT>(k + key_row + r * (LANES * UNIT));
-      token.q[r] = lily_load<UNIT>(q + key_row + r * (LANES * UNIT));
+      token.k[r] = lily_load<UNIT>(k + distance * (Hk * Dk) + r * (LANES * UNIT));
+      token.q[r] = lily_load<UNIT>(q + distance * (Hk * Dk) + r * (LANES * UNIT));
     }
-    token.v = lily_load<ROWS>(v + i64(t) * (Hv * Dv));
-    token.g = g[i64(t) * Hv];
-    token.beta = beta[i64(t) * Hv];
-    token.keep = HAS_MASK ? mask[t] : true;
+    token.v = lily_load<ROWS>(v + distance * (Hv * Dv));
+    token.g = g[distance * Hv];
+    token.beta = beta[distance * Hv];
+    token.keep = HAS_MASK ? mask[distance] : true;
+  }
+
+  LILY_INLINE void next_block() {
+    q += AHEAD * Hk * Dk;
+    k += AHEAD * Hk * Dk;
+    v += AHEAD * Hv * Dv;
+    g += AHEAD * Hv;
+    beta += AHEAD * Hv;
+    y += AHEAD * Hv * Dv;
+    if (HAS_MASK) {
+      mask += AHEAD;
+    }
   }
 
   LILY_INLINE static void unpack(LILY_THREAD const lily_vec<InT, UNIT>* runs, LILY_THREAD f32* columns) {
@@ -110,32 +123,33 @@ struct GatedDeltaScan {
     return partial[0];
   }
 
-  LILY_INLINE void write_readout(LILY_THREAD const f32* readout, int t) {
+  LILY_INLINE void write_readout(LILY_THREAD const f32* readout, int distance) {
     f32 values[ROWS];
     LILY_UNROLL
     for (int i = 0; i < ROWS; ++i) {
       values[i] = keep_before ? readout[i] : 0.0f;
     }
     if (writes_y) {
-      lily_store<ROWS>(y + i64(t) * (Hv * Dv), lily_pack<InT, ROWS>(values));
+      lily_store<ROWS>(y + distance * (Hv * Dv), lily_pack<InT, ROWS>(values));
     }
   }
 
-  // Token t from its slot, and the slot's next token.
-  LILY_INLINE void step(LILY_THREAD Token& token, int t, int T) {
+  // Token i of the block, and into its slot, if there is one, the token AHEAD of it.
+  LILY_INLINE void step(int i, bool is_first, bool has_next) {
+    LILY_THREAD Token& token = tokens[i];
     f32 k_columns[COLUMNS_PER_LANE];
     unpack(token.k, k_columns);
     f32 recalled[ROWS];
     f32 readout[ROWS];
     LILY_UNROLL
-    for (int i = 0; i < ROWS; ++i) {
-      recalled[i] = dot(state[i], k_columns);
-      readout[i] = dot(state[i], q_before);
+    for (int row = 0; row < ROWS; ++row) {
+      recalled[row] = dot(state[row], k_columns);
+      readout[row] = dot(state[row], q_before);
     }
     LILY_UNROLL
-    for (int i = 0; i < ROWS; ++i) {
-      recalled[i] = lily_row_sum<LANES>(recalled[i]);
-      readout[i] = lily_row_sum<LANES>(readout[i]);
+    for (int row = 0; row < ROWS; ++row) {
+      recalled[row] = lily_row_sum<LANES>(recalled[row]);
+      readout[row] = lily_row_sum<LANES>(readout[row]);
     }
     f32 v_rows[ROWS];
     lily_unpack(token.v, v_rows);
@@ -143,20 +157,20 @@ struct GatedDeltaScan {
     const f32 rate = lily_to_f32(token.beta);
     const bool keep = token.keep;
     unpack(token.q, q_before);
-    if (t + AHEAD < T) {
-      load(token, t + AHEAD);
+    if (has_next) {
+      load(token, i + AHEAD);
     }
-    if (t > 0) {
-      write_readout(readout, t - 1);
+    if (!is_first) {
+      write_readout(readout, i - 1);
     }
     keep_before = keep;
     if (keep) {
       LILY_UNROLL
-      for (int i = 0; i < ROWS; ++i) {
-        const f32 delta = (v_rows[i] - decay * recalled[i]) * rate;
+      for (int row = 0; row < ROWS; ++row) {
+        const f32 delta = (v_rows[row] - decay * recalled[row]) * rate;
         LILY_UNROLL
         for (int c = 0; c < COLUMNS_PER_LANE; ++c) {
-          state[i][c] = lily_fma(k_columns[c], delta, state[i][c] * decay);
+          state[row][c] = lily_fma(k_columns[c], delta, state[row][c] * decay);
         }
       }
     }
@@ -182,19 +196,25 @@ struct GatedDeltaScan {
       }
     }
 
+    // Blocks all of whose tokens have a token AHEAD of them need no conditions; then come one or two that do.
     int t = 0;
     LILY_NO_UNROLL
-    for (; t + AHEAD <= T; t += AHEAD) {
+    for (; t + 2 * AHEAD <= T; t += AHEAD) {
       LILY_UNROLL
       for (int i = 0; i < AHEAD; ++i) {
-        step(tokens[i], t + i, T);
+        step(i, t + i == 0, true);
       }
+      next_block();
     }
-    LILY_UNROLL
-    for (int i = 0; i < AHEAD - 1; ++i) {
-      if (t + i < T) {
-        step(tokens[i], t + i, T);
+    LILY_NO_UNROLL
+    for (; t < T; t += AHEAD) {
+      LILY_UNROLL
+      for (int i = 0; i < AHEAD; ++i) {
+        if (t + i < T) {
+          step(i, t + i == 0, t + i + AHEAD < T);
+        }
       }
+      next_block();
     }
 
     f32 readout[ROWS];
@@ -202,7 +222,7 @@ struct GatedDeltaScan {
     for (int i = 0; i < ROWS; ++i) {
       readout[i] = lily_row_sum<LANES>(dot(state[i], q_before));
     }
-    write_readout(readout, T - 1);
+    write_readout(readout, T - 1 - t);
     LILY_UNROLL
     for (int i = 0; i < ROWS; ++i) {
       LILY_UNROLL

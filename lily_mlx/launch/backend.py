@@ -23,21 +23,27 @@ def resolve() -> str:
     if (forced := _override.get()) is not None:
         return forced
     asked = settings().backend
-    if asked in ("host", "ops"):
-        return asked
-
-    import mlx.core as mx
-
-    here = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available()}
     if asked == "auto":
+        import mlx.core as mx
+
         if mx.default_device().type != mx.DeviceType.gpu:
             return "ops"
-        return next((name for name, available in here.items() if available), "ops")
-    if not here[asked]:
+        return next((name for name in ("metal", "cuda") if available(name)), "ops")
+    if not available(asked):
         raise BackendUnavailableError(
             f"LILY_BACKEND is {asked!r}, but MLX finds no {asked} device here; use auto, host or ops"
         )
     return asked
+
+
+def available(backend: str) -> bool:
+    """Whether MLX has a GPU of this kind here; ``host`` and ``ops`` need none."""
+    if backend in ("host", "ops"):
+        return True
+
+    import mlx.core as mx
+
+    return {"metal": mx.metal, "cuda": mx.cuda}[backend].is_available()
 
 
 @contextmanager
@@ -60,8 +66,9 @@ def chip(backend: str) -> str:
 
     Just the back-end's name where this machine has no such GPU (``host``, or a trace for Metal).
     """
+    if backend not in ("metal", "cuda") or not available(backend):
+        return backend
+
     import mlx.core as mx
 
-    if (backend == "metal" and mx.metal.is_available()) or (backend == "cuda" and mx.cuda.is_available()):
-        return f"{backend}-{mx.device_info(mx.gpu).get('architecture', 'unknown')}"
-    return backend
+    return f"{backend}-{mx.device_info(mx.gpu).get('architecture', 'unknown')}"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +97,10 @@ class Kernel:
 
     def example(self, variant: Variant) -> dict[str, Any]:
         """Arguments of :func:`launch` for a variant, with inputs of zeros."""
-        sizes = {**variant.template, **variant.sizes}
+        sizes: dict[str, Any] = {**variant.template, **variant.sizes}
 
         def shape(buffer: Buffer) -> tuple[int, ...]:
-            return tuple(int(axis) if axis.isdigit() else int(sizes[axis]) for axis in buffer.axes.split())
+            return tuple(int(axis) if axis.isdigit() else sizes[axis] for axis in buffer.axes.split())
 
         def dtype(buffer: Buffer) -> mx.Dtype:
             return _dtype(buffer, variant.template)
@@ -178,9 +178,7 @@ def launch(
         ValueError: the call does not fit the kernel's declaration, or a limit that all back-ends share.
     """
     if template.keys() != set(kernel.template):
-        raise ValueError(
-            f"{kernel.stem}: template has {sorted(template)}, declared {sorted(kernel.template)}"
-        )
+        raise ValueError(f"{kernel.stem}: template has {sorted(template)}, not {sorted(kernel.template)}")
     arrays = [_ABSENT if array is None else array for array in inputs]
     call = _prepare(
         kernel,
@@ -285,10 +283,8 @@ def _check_buffers(
                 raise ValueError(f"{kernel.stem}: input {buffer.name!r} is missing")
             continue
         shape, dtype = given
-        if dtype != _dtype(buffer, template):
-            raise ValueError(
-                f"{kernel.stem}: {buffer.name} is {dtype}, declared {_dtype(buffer, template)} ({buffer.dtype})"
-            )
+        if dtype != (declared := _dtype(buffer, template)):
+            raise ValueError(f"{kernel.stem}: {buffer.name} is {dtype}, declared {declared} ({buffer.dtype})")
         if buffer.axes == "*":
             continue
         axes = buffer.axes.split()
@@ -298,9 +294,7 @@ def _check_buffers(
             for axis, size in zip(axes, shape, strict=True)
         ):
             known = {axis: sizes[axis] for axis in axes if axis in sizes}
-            raise ValueError(
-                f"{kernel.stem}: {buffer.name} has shape {shape}, declared [{buffer.axes}] {known}"
-            )
+            raise ValueError(f"{kernel.stem}: {buffer.name} is {shape}, declared [{buffer.axes}] {known}")
 
 
 def _check_threads(kernel: Kernel, grid: Triple, threadgroup: Triple) -> None:
@@ -316,7 +310,7 @@ def _check_threads(kernel: Kernel, grid: Triple, threadgroup: Triple) -> None:
         raise ValueError(f"{kernel.stem}: grid {grid} has over {MAX_BLOCKS_YZ} threadgroups on axis y or z")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _function(
     kernel: Kernel,
     backend: str,
@@ -330,10 +324,8 @@ def _function(
     name holds a digest of all that the code depends on: text, signature, template and math mode.
     """
     header, body = source.assemble(kernel, backend)
-    identity = repr(
-        (header, body, kernel.math_mode, input_dtypes, template, output_dtypes)
-        + tuple(buffer.name for buffer in kernel.inputs + kernel.outputs)
-    )
+    buffers = [buffer.name for buffer in kernel.inputs + kernel.outputs]
+    identity = repr((header, body, kernel.math_mode, buffers, input_dtypes, template, output_dtypes))
     name = f"lily_{kernel.stem}_{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     description = {
         "name": name,

@@ -119,7 +119,7 @@ def _label(path: Path) -> str:
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _MACRO = re.compile(r"^#define (LILY_\w+)(\([^)]*\))?", re.MULTILINE)
-_TYPE = re.compile(r"^(?:using|struct) (\w+)", re.MULTILINE)
+_TYPE = re.compile(r"^(?:using|struct) (?!namespace)(\w+)", re.MULTILINE)
 _FUNCTION = re.compile(r"LILY_INLINE\s+([\w<>, ]+?)\s+(\w+)\(([^)]*)\)\s*\{")
 _ADDRESS_SPACE = re.compile(r"\b(?:device|threadgroup|thread|constant)\b\s*")
 _PRIVATE = ("detail_", "lily_detail_")

@@ -5,7 +5,7 @@
 
 | array | shape | dtype |
 | --- | --- | --- |
-| q, k | [B, T, Hk, Dk] | bfloat16, float16 or float32; normalised by the caller, the readout scale folded into q |
+| q, k | [B, T, Hk, Dk] | bfloat16, float16 or float32; normalised, the readout scale folded into q |
 | v | [B, T, Hv, Dv] | as q |
 | g | [B, T, Hv] | float32, the decay, between 0 and 1 |
 | beta | [B, T, Hv] | as q, or float32 |
@@ -97,7 +97,7 @@ KERNEL = declare(
         template=("InT", "BetaT", "Dk", "Dv", "Hk", "Hv", "LANES", "ROWS", "AHEAD", "HAS_MASK"),
         variants=(
             _variant(mx.bfloat16, _QWEN, {"lanes": 8, "rows": 2, "ahead": 4, "simdgroups": 4}, False),
-            _variant(mx.float16, _QWEN, {"lanes": 4, "rows": 1, "ahead": 2, "simdgroups": 2}, False),
+            _variant(mx.float16, _QWEN, {"lanes": 8, "rows": 2, "ahead": 1, "simdgroups": 2}, False),
             _variant(mx.float32, _SMALL, {"lanes": 32, "rows": 1, "ahead": 1, "simdgroups": 4}, True),
         ),
     )

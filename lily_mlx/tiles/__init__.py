@@ -2,12 +2,12 @@
 
 A table is ``<op>.toml``, a list of ``[[choice]]``:
 
-- ``chip``: a prefix of the chip's name as ``launch.backend.chip`` gives it ("cuda-sm_90", "metal"); "" is any;
+- ``chip``: a prefix of the name that ``launch.backend.chip`` gives ("cuda-sm_90", "metal"); "" is any;
 - ``when``: for each axis that matters, ``[smallest, largest]``, both included;
 - ``tile``: the values chosen;
 - ``because``: the result that chose it.
 
-The first choice that fits is taken, so a table goes from special to general and ends with one that always fits.
+The first choice that fits is taken: a table goes from special to general, and its last choice always fits.
 """
 
 from __future__ import annotations
