@@ -178,9 +178,6 @@ struct conditional<false, A, B> {
 template <bool c, typename A, typename B>
 using conditional_t = typename conditional<c, A, B>::type;
 
-template <typename...>
-using void_t = void;
-
 template <typename A, typename B>
 constexpr bool is_same_v = __is_same(A, B);
 template <typename A, typename B>

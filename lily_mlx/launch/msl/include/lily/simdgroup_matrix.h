@@ -45,13 +45,13 @@ typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
 typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
 
-template <typename T, int Cols, int Rows>
+template <typename T, int Cols, int Rows = Cols>
 LILY_RT_INLINE simdgroup_matrix<T, Cols, Rows> make_filled_simdgroup_matrix(T value) {
   simdgroup_matrix<T, Cols, Rows> out;
   out.thread_elements() = vec<T, 2>(value);
   return out;
 }
-template <typename T, int Cols, int Rows>
+template <typename T, int Cols, int Rows = Cols>
 LILY_RT_INLINE simdgroup_matrix<T, Cols, Rows> make_diagonal_simdgroup_matrix(T value) {
   return simdgroup_matrix<T, Cols, Rows>(value);
 }
