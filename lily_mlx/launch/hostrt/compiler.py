@@ -40,6 +40,7 @@ _KERNEL_FLAGS = (
     "-fno-threadsafe-statics",
     "-fno-math-errno",
     "-fno-strict-aliasing",
+    "-fno-delete-null-pointer-checks",  # so that an access through null happens, and is seen
     "-fno-finite-loops",  # a kernel's endless loop must stay one
     "-ffp-contract=on",
     "-ftrivial-auto-var-init=pattern",
@@ -237,14 +238,15 @@ def kernel_library(
 
 
 _FILE = re.compile(r'^\s*\.file\s+(\d+) "((?:[^"\\]|\\.)*)"(?: "((?:[^"\\]|\\.)*)")?', re.M)
-_LOC = re.compile(r"^\s*\.loc\s+(\d+) (\d+)[^\n]*\n", re.M)
+_LOC = re.compile(r"^\s*\.loc\s+(\d+) (\d+)[^\n]*\n|^[^\n]*-- Begin function [^\n]*\n", re.M)
 
 
 def add_line_table(assembly: str) -> str:
     """Append to ``assembly`` a table of (instruction, file, line), made from its ``.loc`` directives.
 
     The worker reads the table to name the line of a fault. Debug information itself would need a parser per
-    object format, and macOS keeps it out of shared libraries.
+    object format, and macOS keeps it out of shared libraries. Each function starts with an entry of line 0,
+    which those without debug information keep.
     """
     names = {int(m[1]): m[3] or m[2] for m in _FILE.finditer(assembly)}
     order = {number: i for i, number in enumerate(sorted(names))}
@@ -252,13 +254,13 @@ def add_line_table(assembly: str) -> str:
     rows: list[str] = []
 
     def mark(match: re.Match[str]) -> str:
-        file, line = int(match[1]), int(match[2])
-        if line == 0 or file not in order:  # code of no line belongs to the line before
+        file, line = (order.get(int(match[1])), int(match[2])) if match[1] else (0, 0)
+        if file is None or (match[1] and line == 0):  # code of no line belongs to the line before
             return match[0]
         n = len(rows)
         rows.append(
             f"{prefix}lily_row{n}:\n\t.long {prefix}lily_code{n}-{prefix}lily_row{n}\n"
-            f"\t.long {order[file]}\n\t.long {line}\n"
+            f"\t.long {file}\n\t.long {line}\n"
         )
         return f"{match[0]}{prefix}lily_code{n}:\n"
 

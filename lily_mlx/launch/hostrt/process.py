@@ -30,7 +30,7 @@ PAGE = mmap.PAGESIZE
 CONTROL_BYTES = 65536
 MAX_BUFFERS = 128
 _REQUEST_OFFSET = 4096
-_REQUEST = struct.Struct("<II3I3IIIQII1024s")
+_REQUEST = struct.Struct("<II3I3IIHHQII1024s")
 _BUFFER = struct.Struct("<QQQQII")
 _REPORT = struct.Struct("<IiI3I3IIIiqIIIII512s512s")
 _LOAD, _RUN = 1, 2
@@ -126,7 +126,7 @@ class Worker:
             self._start()
         if (found := self._loaded.get(library)) is None:
             path = os.fsencode(library)
-            request = _REQUEST.pack(_LOAD, 0, *(0,) * 6, 0, 0, 0, 0, 0, path)
+            request = _REQUEST.pack(_LOAD, 0, *(0,) * 6, 0, 0, 0, 0, 0, 0, path)
             status, fields = self._exchange(request, 60.0)
             if status != b"O":
                 raise BackendUnavailableError(f"cannot load a compiled kernel: {_text(fields[-1])}")
@@ -140,7 +140,7 @@ class Worker:
         threadgroup: tuple[int, int, int],
         buffers: list[BufferSpec],
         schedule: tuple[int, int],
-        poison: int,
+        poison: tuple[int, int],
         time_limit: float,
     ) -> Report | None:
         """Run a loaded kernel over the buffers in the arena.
@@ -150,7 +150,7 @@ class Worker:
             grid, threadgroup: in threads, (x, y, z).
             buffers: the kernel's arguments in order.
             schedule: as :func:`parse_schedule` gives it.
-            poison: a byte; fills threadgroup memory and the buffers that are to be poisoned.
+            poison: the bytes that fill the buffers to be poisoned, and threadgroup memory.
             time_limit: seconds.
 
         Returns:
@@ -161,7 +161,18 @@ class Worker:
         """
         number = self.load(library).number
         limit = min(max(1, round(time_limit * 1000)), 2**31 - 1)
-        head = (_RUN, number, *grid, *threadgroup, schedule[0], poison, schedule[1], limit, len(buffers), b"")
+        head = (
+            _RUN,
+            number,
+            *grid,
+            *threadgroup,
+            schedule[0],
+            *poison,
+            schedule[1],
+            limit,
+            len(buffers),
+            b"",
+        )
         request = b"".join([_REQUEST.pack(*head), *[_BUFFER.pack(*b) for b in buffers]])
         status, fields = self._exchange(request, time_limit + 30.0)
         if status == b"O":

@@ -105,7 +105,7 @@ LILY_RT_INLINE u32 lane() { return thread().thread_index_in_simdgroup; }
 // whose simdgroup has lanes that ran to the kernel's end, end the launch with DivergentSimd.
 LILY_RT_INLINE const void* simd_collective(Op op, int line, const void* mine, size bytes, Combine combine,
                                            u32* active) {
-  return lily_host->collective(op, line, mine, bytes, combine, active);
+  [[clang::nomerge]] return lily_host->collective(op, line, mine, bytes, combine, active);
 }
 
 // The same, typed: what every lane deposited.
@@ -130,7 +130,7 @@ LILY_RT_INLINE void simdgroup_barrier(int line) {
 }
 
 // Rendezvous of the threadgroup's threads that have not left by a `return` statement, all at one line.
-LILY_RT_INLINE void threadgroup_barrier(int line) { lily_host->barrier(line); }
+LILY_RT_INLINE void threadgroup_barrier(int line) { [[clang::nomerge]] lily_host->barrier(line); }
 
 // The launcher turns `return;` into LILY_RT_RETURN, so that a lane that left on purpose (inactive from then
 // on, as on the GPU) can be told from one that ran past a branch which others are still in.

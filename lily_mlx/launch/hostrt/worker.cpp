@@ -56,7 +56,7 @@ struct Request {
   Vec3 grid;          // threads
   Vec3 threadgroup;   // threads
   u32 schedule;       // 0 fifo, 1 lifo, 2 random
-  u32 poison;         // a byte
+  __UINT16_TYPE__ buffer_poison, threadgroup_poison;  // bytes
   u64 seed;
   u32 time_limit_ms;
   u32 buffer_count;
@@ -106,19 +106,21 @@ struct Kernel {
   const char* code_end;
 };
 
-struct Location {
+struct Location {  // file is "" and line 0 where nothing is known
   const char* file;
   int line;
 };
 
+// The table's last entry at or before pc. Functions of the simulation start with an entry of line 0.
 Location locate(const Kernel& kernel, const char* pc) {
   const char* best = nullptr;
   const LineEntry* found = nullptr;
-  for (const LineEntry* e = kernel.lines; e < kernel.lines_end; ++e) {
-    const char* code = reinterpret_cast<const char*>(&e->code) + e->code;
-    if (code <= pc && code >= best) best = code, found = e;
-  }
-  if (!found) return {"", 0};
+  if (pc >= kernel.code_begin && pc < kernel.code_end)
+    for (const LineEntry* e = kernel.lines; e < kernel.lines_end; ++e) {
+      const char* code = reinterpret_cast<const char*>(&e->code) + e->code;
+      if (code <= pc && code >= best) best = code, found = e;
+    }
+  if (!found || !found->line) return {"", 0};
   const char* file = kernel.files;
   for (u32 i = 0; i < found->file; ++i) file += strlen(file) + 1;
   return {file, static_cast<int>(found->line)};
@@ -241,6 +243,23 @@ void report_thread() {
   report->simdgroup_index_in_threadgroup = current->simdgroup_index_in_threadgroup;
 }
 
+// Where in the kernel's source a fiber is whose stack is in use from sp on: the innermost word that could be
+// a return address into the kernel, and with `line` given, the innermost on that line.
+Location locate_on_stack(u32 fiber, const void* sp, int line) {
+  const char* top = stacks + (fiber + 1) * fiber_stack_bytes;
+  const char* at = static_cast<const char*>(sp);
+  Location first = {"", 0};
+  if (at < top - fiber_stack_bytes) return first;
+  for (; at + sizeof(void*) <= top; at += sizeof(void*)) {
+    const char* word;
+    memcpy(&word, at, sizeof word);
+    Location location = locate(*kernel, word - 1);
+    if (location.line && (!line || location.line == line)) return location;
+    if (location.line && !first.line) first = location;
+  }
+  return first;
+}
+
 // Ends the launch: the report is filled in, every fiber is dropped where it stands.
 [[noreturn]] void end_launch(Kind kind, int line, const char* file) {
   report->kind = static_cast<u32>(kind);
@@ -254,13 +273,16 @@ void report_thread() {
   __builtin_unreachable();
 }
 
-[[noreturn]] __attribute__((format(printf, 4, 5))) void fail(Kind kind, int line, const void* pc,
-                                                              const char* format, ...) {
+// A fault of the current thread, or of the one that waits with index `waiting`.
+[[noreturn]] __attribute__((format(printf, 4, 5))) void fail(Kind kind, int line, int waiting, const char* format,
+                                                              ...) {
   va_list values;
   va_start(values, format);
   vsnprintf(report->message, sizeof report->message, format, values);
   va_end(values);
-  end_launch(kind, line, locate(*kernel, static_cast<const char*>(pc) - 1).file);
+  const void* sp = waiting < 0 ? __builtin_frame_address(0) : fibers[waiting].sp;
+  if (waiting >= 0) current = &fibers[waiting].info;
+  end_launch(kind, line, locate_on_stack(thread_index(), sp, line).file);
 }
 
 // --------------------------------------------------------------------------------------------- scheduler
@@ -345,21 +367,20 @@ void release_barrier() {
 Combine pending_combine[max_groups];
 
 const void* collective(Op op, int line, const void* mine, size bytes, Combine combine, u32* active) {
-  const void* pc = __builtin_return_address(0);
   u32 index = thread_index(), lane = index % simd_width;
   SimdGroup& g = groups[index / simd_width];
   fibers[index].returned = false;
   if (!g.waiting) {
     if (g.ended)
-      fail(Kind::divergent_simd, line, pc, "%s in divergent code: lane %u waits, lane %d ran to the kernel's end",
+      fail(Kind::divergent_simd, line, -1, "%s in divergent code: lane %u waits, lane %d ran to the kernel's end",
            op, lane, __builtin_ctz(g.ended));
     if (g.at_barrier)
-      fail(Kind::divergent_simd, line, pc, "%s in divergent code: lane %d waits at threadgroup_barrier, line %d", op,
+      fail(Kind::divergent_simd, line, -1, "%s in divergent code: lane %d waits at threadgroup_barrier, line %d", op,
            __builtin_ctz(g.at_barrier), barrier_line);
     g.op = op, g.line = line, g.bytes = bytes;
     pending_combine[index / simd_width] = combine;
   } else if (line != g.line || (op != g.op && strcmp(op, g.op) != 0) || bytes != g.bytes) {
-    fail(Kind::divergent_simd, line, pc, "%s in divergent code: lane %d waits at %s, line %d", op,
+    fail(Kind::divergent_simd, line, -1, "%s in divergent code: lane %d waits at %s, line %d", op,
          __builtin_ctz(g.waiting), g.op, g.line);
   }
   u8* table = g.tables[g.phase];
@@ -378,18 +399,17 @@ const void* collective(Op op, int line, const void* mine, size bytes, Combine co
 }
 
 void barrier(int line) {
-  const void* pc = __builtin_return_address(0);
   u32 index = thread_index(), lane = index % simd_width;
   SimdGroup& g = groups[index / simd_width];
   fibers[index].returned = false;
   if (g.waiting)
-    fail(Kind::divergent_simd, line, pc, "threadgroup_barrier in divergent code: lane %d waits at %s, line %d",
+    fail(Kind::divergent_simd, line, -1, "threadgroup_barrier in divergent code: lane %d waits at %s, line %d",
          __builtin_ctz(g.waiting), g.op, g.line);
   if (ended_threads)
-    fail(Kind::barrier_mismatch, line, pc, "thread %u of the threadgroup waits, thread %u ran to the kernel's end",
+    fail(Kind::barrier_mismatch, line, -1, "thread %u of the threadgroup waits, thread %u ran to the kernel's end",
          index, first_ended);
   if (waiting_threads && line != barrier_line)
-    fail(Kind::barrier_mismatch, line, pc, "thread %u of the threadgroup is at this barrier, thread %u at line %d",
+    fail(Kind::barrier_mismatch, line, -1, "thread %u of the threadgroup is at this barrier, thread %u at line %d",
          index, barrier_thread, barrier_line);
   if (!waiting_threads++) barrier_line = line, barrier_thread = index;
   g.at_barrier |= 1u << lane;
@@ -400,9 +420,9 @@ void barrier(int line) {
 void returned(int) { fibers[thread_index()].returned = true; }
 
 void fault(Kind kind, int line, const char* file, const char* message) {
-  const void* pc = __builtin_return_address(0);
   copy_text(report->message, sizeof report->message, message);
-  end_launch(kind, line, file ? file : locate(*kernel, static_cast<const char*>(pc) - 1).file);
+  if (!file) file = locate_on_stack(thread_index(), __builtin_frame_address(0), line).file;
+  end_launch(kind, line, file);
 }
 
 const Host host = {&current, &group_info, collective, barrier, returned, fault};
@@ -415,10 +435,10 @@ void leave(Fiber& fiber) {
   --live_threads;
   if (!fiber.returned) {
     if (g.waiting)
-      fail(Kind::divergent_simd, g.line, nullptr, "%s in divergent code: lane %d waits, lane %u ran to the kernel's end",
-           g.op, __builtin_ctz(g.waiting), lane);
+      fail(Kind::divergent_simd, g.line, static_cast<int>(index - lane) + __builtin_ctz(g.waiting),
+           "%s in divergent code: lane %d waits, lane %u ran to the kernel's end", g.op, __builtin_ctz(g.waiting), lane);
     if (waiting_threads)
-      fail(Kind::barrier_mismatch, barrier_line, nullptr,
+      fail(Kind::barrier_mismatch, barrier_line, static_cast<int>(barrier_thread),
            "thread %u of the threadgroup waits, thread %u ran to the kernel's end", barrier_thread, index);
     g.ended |= 1u << lane;
     if (!ended_threads++) first_ended = index;
@@ -492,7 +512,7 @@ void run_threadgroup(Vec3 position) {
     g.waiting = g.at_barrier = g.ended = 0;
     set_ready(g, g.live);
   }
-  memset(kernel->threadgroup_begin, request->poison, kernel->threadgroup_end - kernel->threadgroup_begin);
+  memset(kernel->threadgroup_begin, request->threadgroup_poison, kernel->threadgroup_end - kernel->threadgroup_begin);
   run_next(groups[group_order[0]], &main_sp);
 }
 
@@ -553,7 +573,7 @@ bool map_buffers() {
     }
     have = want;
     arguments[i] = slot_middle(i) + want.data_offset;
-    if (want.writable && want.poisoned) memset(arguments[i], request->poison, want.data_bytes);
+    if (want.writable && want.poisoned) memset(arguments[i], request->buffer_poison, want.data_bytes);
   }
   return true;
 }
@@ -604,21 +624,11 @@ Registers registers(void* context) {
 #endif
 }
 
-bool in_kernel(const char* pc) { return pc >= kernel->code_begin && pc < kernel->code_end; }
-
-// The kernel's instruction that was executing: the program counter, or, inside a library function, the
-// lowest word on the stack that could be a return address into the kernel.
-const char* kernel_pc(const Registers& r) {
-  if (in_kernel(r.pc)) return r.pc;
-  u32 index = thread_index();
-  const char* top = stacks + (index + 1) * fiber_stack_bytes;
-  if (r.sp < top - fiber_stack_bytes || r.sp >= top) return nullptr;
-  for (const char* at = r.sp; at + sizeof(void*) <= top; at += sizeof(void*)) {
-    const char* word;
-    memcpy(&word, at, sizeof word);
-    if (in_kernel(word)) return word - 1;
-  }
-  return nullptr;
+// The kernel's line that was executing: that of the program counter or, in a function of the simulation or of
+// a library, of its caller in the kernel.
+Location locate_fault(const Registers& r) {
+  Location location = locate(*kernel, r.pc);
+  return location.line ? location : locate_on_stack(thread_index(), r.sp, 0);
 }
 
 void reply(char status) {
@@ -639,11 +649,9 @@ void on_fault(int number, siginfo_t* info, void* context) {
   if (number == SIGABRT) what = "abort";
   if (running) {
     report_thread();
-    if (const char* pc = kernel_pc(r)) {
-      Location location = locate(*kernel, pc);
-      report->line = location.line;
-      copy_text(report->file, sizeof report->file, location.file);
-    }
+    Location location = locate_fault(r);
+    report->line = location.line;
+    copy_text(report->file, sizeof report->file, location.file);
     if (number == SIGALRM) {
       report->kind = static_cast<u32>(Kind::timeout);
       what = "the time limit passed";
