@@ -361,14 +361,20 @@ def _after_initialisers(code: _Code, i: int) -> int:
 
 
 def _place_variables(tokens: list[_Token], mode: Mode) -> None:
-    """`threadgroup` and `constant` in front of a variable, as opposed to what a pointer points to."""
+    """Address spaces in front of a variable, as opposed to those of what a pointer points to."""
     code = _Code(tokens)
     for i, inside in code.brackets():
         space = code.text(i)
-        if inside in ("(", "[") or space not in ("threadgroup", "constant"):
+        if space not in SPACES or inside == "[":
             continue
         name = _declared_name(code, i + 1)
         if name is None:
+            continue
+        if inside == "(":
+            if mode == "strict" and code.text(name + 1) == "[":
+                # An array parameter is a pointer; clang says so only without an address space.
+                code.tokens[name].text = f"(*{code.text(name)})"
+                code.blank(name + 1, code.closing(name + 1))
             continue
         start = i
         while start > 0 and code.text(start - 1) not in (";", "{", "}", ">", ")", "#"):
@@ -377,9 +383,9 @@ def _place_variables(tokens: list[_Token], mode: Mode) -> None:
         if space == "constant":
             if mode == "host":
                 code.tokens[i].text = "" if specifiers & {"const", "constexpr"} else "const"
-        elif mode == "host":
+        elif space == "threadgroup" and mode == "host":
             code.tokens[i].text = ("" if "static" in specifiers else "static ") + "LILY_RT_THREADGROUP"
-        else:
+        elif space == "threadgroup":
             code.tokens[i].text = "LILY_AS_threadgroup"
             _bind_declarators(code, name)
 
@@ -425,7 +431,7 @@ def _rewrite_words(tokens: list[_Token], mode: Mode) -> None:
     types = {"half", "bfloat", "float16_t", "bfloat16_t"}  # whose functional cast may meet half and bfloat
     members: set[str] = set()  # class members that are named like a swizzle
     for i, inside in code.brackets():
-        if code.text(i) in ("typename", "class", "using") and code.is_word(i + 1):
+        if code.text(i) in ("typename", "class", "using") and code.text(i + 2) in (",", ">", "="):
             types.add(code.text(i + 1))
         if inside == "class" and code.text(i - 1) not in (".", "->"):
             members.add(code.text(i))

@@ -593,5 +593,11 @@ constexpr uniform<T> make_uniform(T v) {
 template <typename To, typename From>
 constexpr To as_type(From from) {
   static_assert(sizeof(To) == sizeof(From), "as_type needs two types of one size");
+#ifdef LILY_STRICT
+  To to{}; // vectors have more constructors here, so that they are not trivially copyable
+  __builtin_memcpy(&to, &from, sizeof(To));
+  return to;
+#else
   return __builtin_bit_cast(To, from);
+#endif
 }
