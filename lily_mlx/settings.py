@@ -1,4 +1,4 @@
-"""Lily's settings: the only place that reads ``LILY_*`` environment variables.
+"""Lily's settings: the only place that reads ``LILY_*`` variables and ``MLX_LM_ENGINE``.
 
 ``LILY_DISABLE_HOOK`` is the one exception: the line in ``lily_mlx.pth`` tests it before this package is
 imported at all.
@@ -26,13 +26,13 @@ class Settings:
         disabled_ops: names in ``LILY_DISABLE`` (comma separated); those ops take the stock path.
         cache_dir: folder for compiled host kernels and check results; ``LILY_CACHE_DIR`` or the
             platform's user cache folder.
-        engine: ``MLX_LM_ENGINE``, the default of ``--engine``; None when unset.
+        stats: ``LILY_STATS=1``, print at exit which classes and kernels ran.
     """
 
     backend: str
     disabled_ops: frozenset[str]
     cache_dir: Path
-    engine: str | None
+    stats: bool
 
 
 def settings() -> Settings:
@@ -44,16 +44,25 @@ def settings() -> Settings:
     backend = os.environ.get("LILY_BACKEND") or "auto"
     if backend not in BACKENDS:
         raise UsageError(f"LILY_BACKEND is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    engine = os.environ.get("MLX_LM_ENGINE") or None
-    if engine is not None and engine not in ENGINES:
-        raise UsageError(f"MLX_LM_ENGINE is {engine!r}; it must be one of {', '.join(ENGINES)}")
     disabled = os.environ.get("LILY_DISABLE", "")
     return Settings(
         backend=backend,
         disabled_ops=frozenset(name.strip() for name in disabled.split(",") if name.strip()),
         cache_dir=_cache_dir(),
-        engine=engine,
+        stats=os.environ.get("LILY_STATS") == "1",
     )
+
+
+def default_engine() -> str | None:
+    """``MLX_LM_ENGINE``, the default of ``--engine``; None when unset.
+
+    Raises:
+        UsageError: it is not one of :data:`ENGINES`.
+    """
+    engine = os.environ.get("MLX_LM_ENGINE") or None
+    if engine is not None and engine not in ENGINES:
+        raise UsageError(f"MLX_LM_ENGINE is {engine!r}; it must be one of {', '.join(ENGINES)}")
+    return engine
 
 
 def _cache_dir() -> Path:

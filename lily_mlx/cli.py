@@ -1,0 +1,77 @@
+"""The ``lily-mlx`` command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from . import __version__, hook
+from .commands import fail
+from .errors import LilyError
+
+_MLX_COMMAND_HELP = "mlx_lm.{} with --engine lily as the default, without the start-up hook"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``lily-mlx``. Returns the exit status: 0, or 2 for what the user can put right."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if argv and argv[0] in hook.COMMANDS:
+        return _run_mlx_command(argv[0], argv[1:])
+    args = parser.parse_args(argv)
+    try:
+        status: int = args.run(args)
+    except LilyError as error:
+        fail(error)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lily-mlx",
+        description="Custom Metal kernels for Qwen3.5/3.6-MoE in mlx-lm.",
+    )
+    parser.add_argument("--version", action="version", version=f"lily-mlx {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    explain = commands.add_parser(
+        "explain",
+        help="which path every op of a model takes on this machine, and why",
+        description="Show which path every op of prefill and decode takes on this machine, and why. Reads "
+        "configs and headers only.",
+    )
+    explain.add_argument("--model", required=True, help="a checkpoint folder or a Hugging Face repo")
+    explain.add_argument("--json", action="store_true", help="print JSON for machines")
+    explain.set_defaults(run=_explain)
+
+    for name in hook.COMMANDS:
+        commands.add_parser(name, help=_MLX_COMMAND_HELP.format(name), add_help=False)
+    return parser
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from . import explain
+
+    report = explain.explain(args.model)
+    if args.json:
+        print(report.to_json())
+    else:
+        report.print()
+    return 0
+
+
+def _run_mlx_command(name: str, argv: list[str]) -> int:
+    from . import commands
+
+    commands.require_mlx()
+    hook.default_engine = "lily"
+    hook.install()
+    sys.argv = [f"lily-mlx {name}", *argv]
+    importlib.import_module(f"mlx_lm.{name}").main()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
