@@ -274,7 +274,6 @@ def test_hashing_is_no_overflow():
         INDEX + "uint h = i * 747796405u + 2891336453u;\nh ^= h >> 16;\nh *= 0x85ebca6bu;\nout[i] = h % 97;"
     )
     out = launch(source, dtype=mx.uint32)
-    assert out[1].item() == pytest.approx(out[1].item())
     expected = []
     for i in range(N):
         h = (i * 747796405 + 2891336453) % 2**32
@@ -303,7 +302,12 @@ def test_a_crash_spares_the_interpreter(body, error, line):
 
 
 def test_endless_recursion():
-    header = "inline int deep(int n) { volatile int a[64]; a[n % 64] = n; return n < 0 ? 0 : deep(n + 1) + a[n % 64]; }\n"
+    header = """inline int deep(int n) {
+  volatile int a[64];
+  a[n % 64] = n;
+  return n < 0 ? 0 : deep(n + 1) + a[n % 64];
+}
+"""
     error = fails(host.KernelCrash, f"{INDEX}out[i] = deep(int(i));", header=header)
     assert error.file == "planted.h"
 

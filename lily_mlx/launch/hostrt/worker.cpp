@@ -142,8 +142,8 @@ asm(".text\n.p2align 4\n.globl " LILY_SYMBOL("lily_switch") "\n" LILY_SYMBOL("li
     "pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
     "movq %rsp, (%rdi)\n movq %rsi, %rsp\n"
     "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n"
-    // Not `ret`: the CPU predicts returns by the call stack, which a switch leaves.
-    "popq %rcx\n jmpq *%rcx\n");
+    // Fibers mostly switch at the same place of the kernel, so a return is predicted as if there were one.
+    "ret\n");
 constexpr size saved_words = 6;
 #elif defined(__aarch64__)
 asm(".text\n.p2align 4\n.globl " LILY_SYMBOL("lily_switch") "\n" LILY_SYMBOL("lily_switch") ":\n"
@@ -155,7 +155,7 @@ asm(".text\n.p2align 4\n.globl " LILY_SYMBOL("lily_switch") "\n" LILY_SYMBOL("li
     "ldp x19, x20, [sp, #0]\n ldp x21, x22, [sp, #16]\n ldp x23, x24, [sp, #32]\n"
     "ldp x25, x26, [sp, #48]\n ldp x27, x28, [sp, #64]\n ldp x29, x30, [sp, #80]\n"
     "ldp d8, d9, [sp, #96]\n ldp d10, d11, [sp, #112]\n ldp d12, d13, [sp, #128]\n ldp d14, d15, [sp, #144]\n"
-    "add sp, sp, #160\n br x30\n");
+    "add sp, sp, #160\n ret\n");
 #else
 #error "the host back-end knows x86-64 and arm64"
 #endif
