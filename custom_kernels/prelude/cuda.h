@@ -9,13 +9,10 @@
 #define LILY_TABLE static __device__ const
 #define LILY_RESTRICT __restrict__
 #define LILY_INLINE __device__ __forceinline__
-#define LILY_PRAGMA(text) _Pragma(#text)
-#define LILY_UNROLL LILY_PRAGMA(unroll)
-#define LILY_NO_UNROLL LILY_PRAGMA(unroll 1)
+#define LILY_UNROLL _Pragma("unroll")
+#define LILY_NO_UNROLL _Pragma("unroll 1")
 #define LILY_INFINITY __int_as_float(0x7f800000)
-#define LILY_THREADGROUP_ARRAY(type, name, count)                            \
-  __shared__ uint4 name##_storage[((count) * sizeof(type) + 15) / 16];       \
-  type* name = reinterpret_cast<type*>(name##_storage)
+#define LILY_THREADGROUP_ARRAY(type, name, count) __shared__ __align__(16) type name[count]
 
 // The thread attributes that a body names; on Metal they are parameters that MLX adds.
 #define thread_position_in_grid \

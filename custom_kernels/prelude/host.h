@@ -1,6 +1,10 @@
 // The prelude for the host launcher, which runs Metal source on the CPU: prelude/msl.h and tile products by
 // loops, which a debugger can step through and which run faster than emulated matrix fragments.
 
+// Unrolled loops take several times as long to compile and run no faster here.
+#define LILY_UNROLL
+#define LILY_NO_UNROLL
+
 #include "prelude/msl.h"
 
 // One simdgroup's C [M, N] fp32 += A [M, K] x B, A and B of type T in threadgroup memory; M, N, K multiples

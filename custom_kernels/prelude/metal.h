@@ -1,5 +1,8 @@
 // The prelude for Apple GPUs: prelude/msl.h and tile products by simdgroup_matrix.
 
+#define LILY_UNROLL _Pragma("clang loop unroll(full)")
+#define LILY_NO_UNROLL _Pragma("clang loop unroll(disable)")
+
 #include "prelude/msl.h"
 
 // One simdgroup's C [M, N] fp32 += A [M, K] x B, A and B of type T in threadgroup memory; M, N, K multiples

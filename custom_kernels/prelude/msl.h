@@ -1,5 +1,5 @@
 // Primitives in the Metal language, shared by prelude/metal.h and prelude/host.h: the host launcher
-// runs Metal source, so the two differ only in how a tile product is computed.
+// runs Metal source, so the two differ only in how loops are unrolled and a tile product is computed.
 //
 // Every name here has the same meaning in prelude/cuda.h. Words that a kernel file uses directly:
 //   LILY_DEVICE, LILY_CONSTANT, LILY_THREADGROUP, LILY_THREAD   address space of a pointer
@@ -19,13 +19,8 @@ using namespace metal;
 #define LILY_TABLE constant const
 #define LILY_RESTRICT
 #define LILY_INLINE inline __attribute__((always_inline))
-#define LILY_PRAGMA(text) _Pragma(#text)
-#define LILY_UNROLL LILY_PRAGMA(clang loop unroll(full))
-#define LILY_NO_UNROLL LILY_PRAGMA(clang loop unroll(disable))
 #define LILY_INFINITY INFINITY
-#define LILY_THREADGROUP_ARRAY(type, name, count)                            \
-  threadgroup uint4 name##_storage[((count) * sizeof(type) + 15) / 16];      \
-  threadgroup type* name = reinterpret_cast<threadgroup type*>(name##_storage)
+#define LILY_THREADGROUP_ARRAY(type, name, count) alignas(16) threadgroup type name[count]
 
 using f32 = float;
 using fp16 = half;
