@@ -45,7 +45,8 @@ class Buffer:
 
     Attributes:
         name: its name in the body.
-        axes: axis names or sizes, separated by spaces ("B T Hk Dk", "8"); "*" for any shape.
+        axes: axis names or sizes, separated by spaces ("B T Hk Dk", "8"); "*" for any shape (8 elements in
+            an example).
         dtype: the name of a template parameter, or of an MLX dtype ("float32").
         optional: an input that a call may leave out (None); the kernel must not read it then.
     """
@@ -100,7 +101,8 @@ class Kernel:
         sizes: dict[str, Any] = {**variant.template, **variant.sizes}
 
         def shape(buffer: Buffer) -> tuple[int, ...]:
-            return tuple(int(axis) if axis.isdigit() else sizes[axis] for axis in buffer.axes.split())
+            axes = ["8"] if buffer.axes == "*" else buffer.axes.split()
+            return tuple(int(axis) if axis.isdigit() else sizes[axis] for axis in axes)
 
         def dtype(buffer: Buffer) -> mx.Dtype:
             return _dtype(buffer, variant.template)

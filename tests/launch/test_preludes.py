@@ -37,12 +37,19 @@ PRIMITIVES = Kernel(
     folder=FOLDER,
 )
 
+
+def _tile_bytes(T: mx.Dtype, M: int, N: int, K: int, B_IS_KN: bool, SIMDGROUPS: int) -> int:
+    b_rows, b_cols = (K // 2, N) if B_IS_KN else (N, K // 2)
+    return T.size * (M * K // 2 + b_rows * b_cols) + 16 * (M + b_rows)
+
+
 TILE_PRODUCT = Kernel(
     stem="tile_product",
     inputs=(Buffer("a", "M K", "T"), Buffer("b", "*", "T")),
     outputs=(Buffer("c", "M N", "float32"),),
     template=("T", "M", "N", "K", "B_IS_KN", "SIMDGROUPS"),
     variants=(),
+    threadgroup_bytes=lambda values: _tile_bytes(**values),
     folder=FOLDER,
 )
 
