@@ -3,8 +3,8 @@
 What C++ cannot express is changed token by token; lines stay where they are, so that diagnostics, debug
 information and ``__builtin_LINE`` name lines of the Metal source:
 
-- attributes in ``[[...]]`` go (the launcher reads them from the original source); a function constant becomes a
-  constant whose value :func:`function_constants` sets;
+- attributes in ``[[...]]`` go (the launcher reads them from the original source); a function constant
+  becomes a constant whose value :func:`function_constants` sets;
 - address spaces go in host mode and become real types in strict mode;
 - ``threadgroup T x[n];`` becomes a static in the section that the runtime poisons;
 - of definitions that differ only in address spaces the first is kept: the others would be redefinitions;
@@ -39,11 +39,20 @@ _TOKEN = re.compile(
 )
 _SHORT_LITERAL = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)([hH]|bf|BF)")
 _SWIZZLE = re.compile(r"[xyzw]{2,4}|[rgba]{2,4}")
+_MACRO = re.compile(r"[A-Z]+_[A-Z_]+")
 _LANE = {letter: i for letters in ("xyzw", "rgba") for i, letter in enumerate(letters)}
 _ASSIGNMENTS = frozenset(("=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>="))
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-_QUALIFIERS = frozenset("const constexpr volatile static inline typename struct class union".split())
-_BUILTIN_TYPES = frozenset("unsigned signed void bool char short int long float double half bfloat auto".split())
+_QUALIFIERS = frozenset(
+    ("const", "constexpr", "volatile", "static", "inline", "typename", "struct", "class", "union")
+)
+_BUILTIN_TYPES = frozenset(
+    ("unsigned", "signed", "void", "bool", "char", "short", "int", "long", "float", "half", "bfloat", "auto")
+)
+# What begins a member that is not data.
+_NO_DATA = frozenset(
+    ("using", "typedef", "static", "friend", "enum", "template", "static_assert", "constexpr", "inline")
+)
 
 
 @dataclass
@@ -62,7 +71,10 @@ def translate(source: str, *, mode: Mode = "host") -> str:
     """
     tokens = _tokens(source)
     _blank_attributes(tokens)
-    _collapse_overloads(tokens, mode)
+    if mode == "host":
+        _collapse_overloads(tokens)
+    else:
+        _qualify_classes(tokens)
     _place_variables(tokens, mode)
     _rewrite_words(tokens, mode)
     return "".join(token.text for token in tokens)
@@ -72,7 +84,7 @@ def function_constants(values: Mapping[int, bool | int | float]) -> str:
     """Header text that gives function constants their values; it goes before the source that declares them.
 
     Args:
-        values: index in ``[[function_constant(index)]]`` to value. Constants not named are undefined and zero.
+        values: index in ``[[function_constant(index)]]`` to value. Other constants are undefined and zero.
     """
 
     def literal(value: bool | int | float) -> str:
@@ -149,6 +161,16 @@ class _Code:
                 return j
         return len(self) - 1
 
+    def opening(self, i: int) -> int:
+        """Position of the parenthesis that the one at i closes."""
+        depth = 0
+        while i > 0:
+            depth += (self.text(i) == ")") - (self.text(i) == "(")
+            if depth == 0:
+                return i
+            i -= 1
+        return i
+
     def after_angles(self, i: int) -> int:
         """Position after the template list that starts at i."""
         depth = 0
@@ -183,19 +205,21 @@ class _Code:
                 stack = []
             yield i, stack[-1] if stack else ""
             if token.text == "{":
-                stack.append("class" if self._opens_class(i) else "{")
+                stack.append("class" if self.class_name(i) else "{")
             elif token.text in ("(", "["):
                 stack.append(token.text)
             elif token.text in (")", "]", "}") and stack:
                 stack.pop()
 
-    def _opens_class(self, i: int) -> bool:
+    def class_name(self, i: int) -> int | None:
+        """Position of the name of the class whose members the brace at i opens; None for another brace."""
         i -= 1
         while i >= 0 and self.text(i) not in (";", "{", "}", ")", "="):
-            if self.text(i) in ("struct", "class", "union"):
-                return True
+            if self.text(i) in ("struct", "class") and self.is_word(i + 1):
+                # Not the one of a template parameter.
+                return None if self.text(i + 2) in (",", ">") else i + 1
             i -= 1
-        return False
+        return None
 
 
 def _blank_attributes(tokens: list[_Token]) -> None:
@@ -230,24 +254,17 @@ class _Declaration:
     last: int
 
 
-def _collapse_overloads(tokens: list[_Token], mode: Mode) -> None:
+def _collapse_overloads(tokens: list[_Token]) -> None:
     code = _Code(tokens)
     kept: dict[tuple[str, ...], tuple[tuple[str, ...], tuple[int, ...]]] = {}
     for declaration in _declarations(code):
         words = tuple(code.text(i) for i in range(declaration.first, declaration.end))
-        key = (*declaration.scope, "{", *_without_names(_collapsed(words, mode)))
+        bare = tuple(word for word in words if word not in SPACES)
+        key = (*declaration.scope, "{", *_without_names(bare))
         spaces = tuple(word for word in words if word in SPACES)
         first_spaces, conditions = kept.setdefault(key, (spaces, declaration.conditions))
         if first_spaces != spaces and declaration.conditions[: len(conditions)] == conditions:
             code.blank(declaration.first, declaration.last)
-
-
-def _collapsed(words: tuple[str, ...], mode: Mode) -> tuple[str, ...]:
-    """The signature without the address spaces that this mode drops; in strict mode those of `this` only."""
-    end = 0
-    if mode == "strict":
-        end = max((i + 1 for i, word in enumerate(words) if word in (")", ">", "*", "&")), default=0)
-    return words[:end] + tuple(word for word in words[end:] if word not in SPACES)
 
 
 def _without_names(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -309,6 +326,10 @@ def _signature(code: _Code, i: int) -> tuple[str, int, int]:
     while code.text(i) == "template" and code.text(i + 1) == "<":
         i = code.after_angles(i + 1)
     first = i
+    if code.is_word(i) and code.text(i + 1) == "(":
+        close = code.closing(i + 1)
+        if code.is_word(close + 1) and code.text(close + 1) not in SPACES | {"const", "noexcept"}:
+            return "macro", close, close
     end = -1  # of the signature, when it ends before the opening
     parameters = False
     while i < len(code):
@@ -357,12 +378,61 @@ def _after_initialisers(code: _Code, i: int) -> int:
     return i
 
 
+# -- classes in strict mode ---------------------------------------------------------------------------------
+
+
+def _qualify_classes(tokens: list[_Token]) -> None:
+    """Copies between address spaces, and members that are qualified with one.
+
+    C++ copies an object only within the generic address space, and qualifies a member only with const: macros
+    in the headers declare the other copies, and a member becomes one with an explicit object parameter.
+    """
+    code = _Code(tokens)
+    classes = [(i, name) for i, _ in code.brackets() if code.text(i) == "{" and (name := code.class_name(i))]
+    macros = [_qualify_members(code, i, code.text(name)) for i, name in classes]
+    for (i, _), macro in zip(classes, macros, strict=True):
+        code.tokens[i].text = f"{{{macro}"
+
+
+def _qualify_members(code: _Code, opening: int, name: str) -> str:
+    """Rewrite the members of a class; what its body is to begin with."""
+    has_data = has_constructor = False
+    i, end = opening + 1, code.closing(opening)
+    while i < end:
+        if code.tokens[i].directive or code.text(i) in (";", ":", "public", "private", "protected", ""):
+            i += 1
+            continue
+        kind, at, signature_end = _signature(code, i)
+        last = code.closing(at) if code.text(at) == "{" else at
+        if kind == "function":
+            close = max(j for j in range(i, signature_end) if code.text(j) == ")")
+            start = code.opening(close)
+            spaces = {code.text(j) for j in range(close, signature_end)} & SPACES - {"thread"}
+            is_constructor = code.text(start - 1) == name
+            has_constructor = has_constructor or is_constructor
+            if spaces and (is_constructor or "auto" in (code.text(j) for j in range(i, start))):
+                code.blank(i, last)
+            elif spaces:
+                const = "const " if "const" in (code.text(j) for j in range(close, signature_end)) else ""
+                comma = ", " if close > start + 1 else ""
+                code.tokens[start].text = f"(this {const}LILY_AS_{spaces.pop()} {name}& lily_self{comma}"
+                code.blank(close + 1, last)
+                code.tokens[last].text = ";"
+        elif kind == "other" and code.text(i) not in _NO_DATA and not _MACRO.fullmatch(code.text(i)):
+            has_data = True
+        i = last + 1
+    if not has_data:
+        return ""
+    return f" LILY_{'CLASS' if has_constructor else 'AGGREGATE'}({name})"
+
+
 # -- variables in an address space --------------------------------------------------------------------------
 
 
 def _place_variables(tokens: list[_Token], mode: Mode) -> None:
     """Address spaces in front of a variable, as opposed to those of what a pointer points to."""
     code = _Code(tokens)
+    edits: list[tuple[int, str]] = []  # applied at the end: brackets() reads the tokens
     for i, inside in code.brackets():
         space = code.text(i)
         if space not in SPACES or inside == "[":
@@ -370,24 +440,29 @@ def _place_variables(tokens: list[_Token], mode: Mode) -> None:
         name = _declared_name(code, i + 1)
         if name is None:
             continue
+        is_array = code.text(name + 1) == "["
         if inside == "(":
-            if mode == "strict" and code.text(name + 1) == "[":
+            if mode == "strict" and is_array:
                 # An array parameter is a pointer; clang says so only without an address space.
-                code.tokens[name].text = f"(*{code.text(name)})"
-                code.blank(name + 1, code.closing(name + 1))
+                last = code.closing(name + 1)
+                edits.append((name, f"(*{code.text(name)})"))
+                edits.extend((j, "") for j in range(name + 1, last + 1))
             continue
         start = i
         while start > 0 and code.text(start - 1) not in (";", "{", "}", ">", ")", "#"):
             start -= 1
         specifiers = {code.text(j) for j in range(start, name)}
         if space == "constant":
-            if mode == "host":
-                code.tokens[i].text = "" if specifiers & {"const", "constexpr"} else "const"
+            # A class has no constructor for an address space: in strict mode only arrays keep theirs.
+            kept = "LILY_AS_constant " if mode == "strict" and is_array else ""
+            edits.append((i, kept + ("" if specifiers & {"const", "constexpr"} else "const")))
         elif space == "threadgroup" and mode == "host":
-            code.tokens[i].text = ("" if "static" in specifiers else "static ") + "LILY_RT_THREADGROUP"
+            edits.append((i, ("" if "static" in specifiers else "static ") + "LILY_RT_THREADGROUP"))
         elif space == "threadgroup":
-            code.tokens[i].text = "LILY_AS_threadgroup"
-            _bind_declarators(code, name)
+            edits.append((i, "LILY_AS_threadgroup"))
+            edits.extend(_bound_declarators(code, name))
+    for i, text in edits:
+        code.tokens[i].text = text
 
 
 def _declared_name(code: _Code, i: int) -> int | None:
@@ -408,16 +483,16 @@ def _declared_name(code: _Code, i: int) -> int | None:
     while code.text(i) in _QUALIFIERS or code.text(i) in SPACES:
         i += 1
     after = code.after_angles(i + 1) if code.text(i + 1) == "<" else i + 1
-    return i if code.is_word(i) and code.text(after)[:1] in ("[", ";", ",", "=", "{") else None
+    return i if code.is_word(i) and code.text(after)[:1] in ("[", ";", ",", "=", "{", "(") else None
 
 
-def _bind_declarators(code: _Code, i: int) -> None:
+def _bound_declarators(code: _Code, i: int) -> Iterator[tuple[int, str]]:
     """Make every declarator from the name at i on a reference: C++ has no object in an address space."""
     while code.is_word(i):
-        code.tokens[i].text = f"(&{code.text(i)})"
+        yield i, f"(&{code.text(i)})"
         while code.text(i + 1) == "[":
             i = code.closing(i + 1)
-        code.tokens[i].text += " = lily::anywhere{}"
+        yield i + 1, f" = lily::anywhere{{}}{code.text(i + 1)}"
         if code.text(i + 1) != ",":
             return
         i += 2
@@ -451,23 +526,14 @@ def _rewrite_words(tokens: list[_Token], mode: Mode) -> None:
             token.text = "lily::cast"
         elif token.text in types and after == "(" and _is_functional_cast(code, i):
             token.text = f"lily::make<{token.text}>"
-        elif before in (".", "->") and after != "(" and token.text not in members:
-            if _SWIZZLE.fullmatch(token.text):
-                lanes = ", ".join(str(_LANE[letter]) for letter in token.text)
-                call = "lily_set" if after in _ASSIGNMENTS else "lily_get"
-                token.text = f"{call}(lily::lanes<{lanes}>{{}})"
+        elif before in (".", "->") and _SWIZZLE.fullmatch(token.text) and token.text not in members:
+            lanes = ", ".join(str(_LANE[letter]) for letter in token.text)
+            call = "lily_set" if after in _ASSIGNMENTS else "lily_get"
+            token.text = f"{call}(lily::lanes<{lanes}>{{}})" if after != "(" else token.text
 
 
 def _address_space(code: _Code, i: int, mode: Mode) -> str:
-    space = code.text(i)
-    if mode == "host" or space == "thread":
-        return ""
-    # A qualifier of `this` follows the parameter list.
-    j = i - 1
-    while code.text(j) in ("const", "volatile", ""):
-        j -= 1
-    follows = code.text(j) == ")" and code.text(i + 1) in ("{", ";", ":", "=", "noexcept", "const", "->")
-    return "" if follows else f"LILY_AS_{space}"
+    return "" if mode == "host" or code.text(i) == "thread" else f"LILY_AS_{code.text(i)}"
 
 
 def _is_functional_cast(code: _Code, i: int) -> bool:

@@ -17,7 +17,9 @@
 
 #ifdef LILY_STRICT
 #define LILY_AS_device __attribute__((address_space(1)))
-#define LILY_AS_constant __attribute__((address_space(2)))
+// What is in constant memory is constant; `constant const int*` says so twice.
+#pragma clang diagnostic ignored "-Wduplicate-decl-specifier"
+#define LILY_AS_constant __attribute__((address_space(2))) const
 #define LILY_AS_threadgroup __attribute__((address_space(3)))
 #endif
 
@@ -139,6 +141,30 @@ extern "C" __attribute__((weak, visibility("hidden"))) bfloat __truncsfbf2(float
 #define M_SQRT2_H half(M_SQRT2_F)
 #define M_SQRT1_2_H half(M_SQRT1_2_F)
 
+#ifdef LILY_STRICT
+// Copies of X between address spaces; templates, so that X stays trivially copyable.
+#define LILY_CLASS(X)                             \
+  template <typename From>                        \
+    requires(lily::Elsewhere<From, X>)            \
+  X(const From&);                                 \
+  template <typename From>                        \
+    requires(lily::Elsewhere<From, X>)            \
+  X& operator=(const From&);                      \
+  template <typename Self>                        \
+    requires(lily::Elsewhere<Self, X>)            \
+  void operator=(this Self&, X);
+// With these an aggregate is none any more, so a constructor takes its initialisers.
+#define LILY_AGGREGATE(X)                         \
+  X() = default;                                  \
+  template <typename... A>                        \
+    requires(sizeof...(A) > 1)                    \
+  constexpr X(A...) {}                            \
+  template <typename A>                           \
+    requires(!__is_same(lily::plain<A>, X))       \
+  constexpr X(A) {}                               \
+  LILY_CLASS(X)
+#endif
+
 namespace metal {
 
 template <typename T, T v>
@@ -193,19 +219,26 @@ struct remove_addrspace<T&> {
   using type = typename remove_addrspace<T>::type&;
 };
 #ifdef LILY_STRICT
-#define LILY_REMOVE_ADDRSPACE(space)                     \
-  template <typename T>                                  \
-  struct remove_addrspace<LILY_AS_##space T> {           \
-    using type = T;                                      \
-  };                                                     \
-  template <typename T>                                  \
-  struct remove_addrspace<const LILY_AS_##space T> {     \
-    using type = const T;                                \
-  };
-LILY_REMOVE_ADDRSPACE(device)
-LILY_REMOVE_ADDRSPACE(constant)
-LILY_REMOVE_ADDRSPACE(threadgroup)
-#undef LILY_REMOVE_ADDRSPACE
+template <typename T>
+struct remove_addrspace<LILY_AS_device T> {
+  using type = T;
+};
+template <typename T>
+struct remove_addrspace<const LILY_AS_device T> {
+  using type = const T;
+};
+template <typename T>
+struct remove_addrspace<LILY_AS_threadgroup T> {
+  using type = T;
+};
+template <typename T>
+struct remove_addrspace<const LILY_AS_threadgroup T> {
+  using type = const T;
+};
+template <typename T>
+struct remove_addrspace<LILY_AS_constant T> {
+  using type = const T;
+};
 #endif
 template <typename T>
 using remove_addrspace_t = typename remove_addrspace<T>::type;
@@ -326,6 +359,9 @@ struct anywhere {
   template <typename T>
   operator T&() const;
 };
+// T is the class X in an address space.
+template <typename T, typename X>
+concept Elsewhere = bool(__is_same(plain<T>, X)) && !__is_same(__remove_cv(T), X);
 #endif
 
 } // namespace lily
@@ -593,11 +629,5 @@ constexpr uniform<T> make_uniform(T v) {
 template <typename To, typename From>
 constexpr To as_type(From from) {
   static_assert(sizeof(To) == sizeof(From), "as_type needs two types of one size");
-#ifdef LILY_STRICT
-  To to{}; // vectors have more constructors here, so that they are not trivially copyable
-  __builtin_memcpy(&to, &from, sizeof(To));
-  return to;
-#else
   return __builtin_bit_cast(To, from);
-#endif
 }

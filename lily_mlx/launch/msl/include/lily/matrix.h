@@ -43,16 +43,7 @@ struct matrix {
   constexpr auto& operator[](this Self& self, int c) {
     return self.columns[c];
   }
-#define LILY_MATRIX_SPACE(space)             \
-  constexpr matrix(const space matrix& o);   \
-  matrix& operator=(const space matrix& o);  \
-  void operator=(this space matrix& self, matrix o);
-  constexpr matrix(const matrix&) = default;
-  matrix& operator=(const matrix&) = default;
-  LILY_MATRIX_SPACE(LILY_AS_device)
-  LILY_MATRIX_SPACE(LILY_AS_constant)
-  LILY_MATRIX_SPACE(LILY_AS_threadgroup)
-#undef LILY_MATRIX_SPACE
+  LILY_CLASS(matrix)
 #else
   constexpr vec<T, Rows>& operator[](int c) {
     return columns[c];

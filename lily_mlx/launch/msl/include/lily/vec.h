@@ -178,19 +178,7 @@ struct swizzle {
   constexpr auto lily_set(this Self& self, lily::lanes<I...>) {                 \
     return lily::swizzle<__remove_reference_t(decltype((self.v[0]))), I...>{&self.v[0]}; \
   }                                                                             \
-  constexpr self_t& operator=(const self_t&) = default;                         \
-  constexpr self_t(const self_t&) = default;                                    \
-  LILY_VECTOR_SPACE(self_t, LILY_AS_device)                                     \
-  LILY_VECTOR_SPACE(self_t, LILY_AS_constant)                                   \
-  LILY_VECTOR_SPACE(self_t, LILY_AS_threadgroup)
-#define LILY_VECTOR_SPACE(self_t, space)              \
-  constexpr self_t(const space self_t& o) : self_t() { \
-    for (int i = 0; i < N; ++i) {                     \
-      this->v[i] = o.v[i];                            \
-    }                                                 \
-  }                                                   \
-  self_t& operator=(const space self_t& o);           \
-  void operator=(this space self_t& self, self_t o);
+  LILY_CLASS(self_t)
 #define LILY_VECTOR_COMPOUND(self_t, op)                        \
   template <typename Self>                                      \
   constexpr Self& operator op##=(this Self& self, self_t b) {   \
@@ -419,9 +407,6 @@ struct packed_vec : lily::packed_storage<T, N> {
 #undef LILY_PACKED_MIXED
 #undef LILY_VECTOR_OPERATORS
 #undef LILY_VECTOR_CONSTRUCTORS
-#ifdef LILY_STRICT
-#undef LILY_VECTOR_SPACE
-#endif
 
 #define LILY_VECTOR_NAMES(T)                 \
   typedef metal::vec<T, 2> T##2;             \
