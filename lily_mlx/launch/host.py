@@ -271,6 +271,11 @@ class HostKernel:
                 no values.
             ValueError: grid, threadgroup, shapes or schedule cannot be launched.
         """
+        if not len(output_shapes) == len(output_dtypes) == len(self.output_names):
+            raise ValueError(
+                f"kernel {self.name!r} has {len(self.output_names)} outputs; "
+                f"{len(output_shapes)} shapes and {len(output_dtypes)} dtypes were given"
+            )
         arrays = self._evaluated(inputs)
         variant = self._variant(arrays, template, output_shapes, output_dtypes)
         if verbose:
@@ -553,11 +558,6 @@ class _Arguments:
         output_dtypes: Sequence[mx.Dtype],
         init_value: float | None,
     ) -> None:
-        if not len(output_shapes) == len(output_dtypes) == len(kernel.output_names):
-            raise ValueError(
-                f"kernel {kernel.name!r} has {len(kernel.output_names)} outputs; "
-                f"{len(output_shapes)} shapes and {len(output_dtypes)} dtypes were given"
-            )
         self.kernel = kernel
         self.variant = variant
         self.arrays = arrays

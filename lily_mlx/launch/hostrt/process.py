@@ -110,6 +110,11 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: Any = weakref.finalize(self, os.close, self._fd)
 
+    @property
+    def process_id(self) -> int | None:
+        """The process id of the worker process, None before the first launch."""
+        return self._process.pid if self._process else None
+
     def reserve(self, n_bytes: int) -> None:
         """Make the arena at least ``n_bytes`` long. Earlier views of it stay valid but are of no more use."""
         if n_bytes <= self._bytes:
@@ -122,6 +127,8 @@ class Worker:
 
     def load(self, library: Path) -> Loaded:
         """The kernel of a shared library, loaded at the first call."""
+        if self._process is not None and self._process.poll() is not None:
+            self._stop()  # something else killed it between two launches
         if self._process is None:
             self._start()
         if (found := self._loaded.get(library)) is None:
