@@ -72,6 +72,11 @@ def assemble(kernel: Kernel, backend: str) -> tuple[str, str]:
     return header, body
 
 
+def prelude(backend: str) -> str:
+    """The text of a prelude with its includes, for kernels that are not Lily's."""
+    return "\n".join(_read(KERNELS / "prelude" / f"{backend}.h", set())) + "\n"
+
+
 @lru_cache
 def _assemble(path: Path, backend: str) -> tuple[str, str]:
     if backend not in BACKENDS:
@@ -140,7 +145,7 @@ def prelude_names(backend: str) -> frozenset[str]:
 
     Address spaces are left out, so overloads that differ in nothing else are one name.
     """
-    text = _COMMENT.sub("", "\n".join(_read(KERNELS / "prelude" / f"{backend}.h", set())))
+    text = _COMMENT.sub("", prelude(backend))
     names = {f"#define {name}{parameters or ''}" for name, parameters in _MACRO.findall(text)}
     names |= {f"type {name}" for name in _TYPE.findall(text) if not name.startswith(_PRIVATE)}
     for result, name, parameters in _FUNCTION.findall(text):

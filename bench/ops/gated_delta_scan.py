@@ -1,0 +1,256 @@
+"""Time the gated DeltaNet scan: our layouts, and mlx-lm's packed kernel on the same arrays.
+
+    python bench/ops/gated_delta_scan.py --json results.jsonl
+
+Shapes are one layer of Qwen3.6-35B-A3B (16 key heads, 32 value heads, sizes 128), batch 1, bfloat16. Every
+arm is checked against the fp32 reference before it is timed; one that is wrong or does not compile is
+reported and left out. Arms take turns, sample by sample; a sample is a chain of calls, each starting from
+the state of the one before, and its time includes the launches. On CUDA mlx-lm has no kernel: the text of
+its Metal kernel, taken from the installed package, is compiled through prelude/cuda.h.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+from mlx_lm.models import gated_delta as stock
+
+from lily_mlx.launch import backend as backends
+from lily_mlx.launch import source
+from lily_mlx.ops import gated_delta_scan as op
+
+Arrays = dict[str, mx.array]
+Arm = Callable[..., tuple[mx.array, mx.array]]
+
+# (lanes, rows, ahead, simdgroups), the most promising first: compiling may use up the budget.
+DECODE_LAYOUTS = [(32, 1, 1, 4), (32, 4, 1, 1), (16, 1, 1, 4), (8, 2, 4, 4)]
+PREFILL_LAYOUTS = [
+    (8, 2, 4, 4),
+    (8, 2, 2, 4),
+    (8, 1, 2, 4),
+    (16, 2, 4, 4),
+    (16, 4, 2, 4),
+    (32, 1, 2, 4),
+    (4, 1, 1, 4),
+]
+
+CUDA_BRIDGE = """
+template <typename T>
+__device__ T simd_shuffle_xor(T x, int lane_mask) {
+  return lily_shuffle_xor(x, u32(lane_mask));
+}
+"""
+
+
+def problem(T: int, heads: tuple[int, int], size: int, dtype: mx.Dtype) -> Arrays:
+    Hk, Hv = heads
+    mx.random.seed(T)
+
+    def unit(x: mx.array) -> mx.array:
+        return x / mx.linalg.norm(x, axis=-1, keepdims=True)
+
+    arrays = {
+        "q": (unit(mx.random.normal((1, T, Hk, size))) * size**-0.5).astype(dtype),
+        "k": unit(mx.random.normal((1, T, Hk, size))).astype(dtype),
+        "v": mx.random.normal((1, T, Hv, size)).astype(dtype),
+        "g": mx.random.uniform(0.8, 1.0, (1, T, Hv)),
+        "beta": mx.random.uniform(0.0, 1.0, (1, T, Hv)).astype(dtype),
+        "state": mx.random.normal((1, Hv, size, size)),
+    }
+    mx.eval(arrays)
+    return arrays
+
+
+def our_arm(layout: tuple[int, int, int, int], backend: str) -> Arm:
+    tile = dict(zip(("lanes", "rows", "ahead", "simdgroups"), layout, strict=True))
+    return lambda **arrays: op.gated_delta_scan(**arrays, tile=tile, backend=backend)
+
+
+def packed_arm(backend: str) -> Arm:
+    """mlx-lm's packed kernel: as it is on Metal, elsewhere its text through another launcher."""
+    if backend == "metal":
+        return lambda **arrays: stock.gated_delta_kernel(**arrays)
+    with (
+        patch.object(mx.metal, "is_available", lambda: True),
+        patch.object(mx.fast, "metal_kernel", lambda **description: description),
+    ):
+        description: dict[str, Any] = stock._make_gated_delta_packed_kernel()
+    if backend == "cuda":
+        # A scalar is a pointer here.
+        description["input_names"] = [f"{n}_pointer" if n == "T" else n for n in description["input_names"]]
+        description["source"] = "const int T = T_pointer[0];\n" + description["source"]
+        description["header"] = source.prelude("cuda") + CUDA_BRIDGE
+        description["name"] += "_bridged"
+        kernel = mx.fast.cuda_kernel(**description)
+    else:
+        from lily_mlx.launch import host
+
+        kernel = host.metal_kernel(**description)
+
+    def call(q, k, v, g, beta, state):
+        _, T, Hk, Dk = q.shape
+        Hv, Dv = v.shape[2:]
+        return kernel(
+            inputs=[q, k, v, g, beta, state, mx.array(T)],
+            template=[("InT", q.dtype), ("StT", state.dtype), ("Dk", Dk), ("Dv", Dv), ("Hk", Hk), ("Hv", Hv)],
+            grid=(32, Dv // 8, Hv),
+            threadgroup=(32, 2, 1),
+            output_shapes=[v.shape, state.shape],
+            output_dtypes=[q.dtype, state.dtype],
+        )
+
+    return call
+
+
+def error(got: mx.array, want: mx.array) -> float:
+    """Largest difference relative to the largest value."""
+    difference = mx.abs(got.astype(mx.float32) - want)
+    return float(mx.where(mx.isnan(difference), mx.inf, difference).max() / mx.abs(want).max())
+
+
+def chain(arm: Arm, arrays: Arrays, calls: int) -> float:
+    """Seconds a call, over a chain of calls."""
+    start = time.perf_counter()
+    state = arrays["state"]
+    results = []
+    for _ in range(calls):
+        y, state = arm(**{**arrays, "state": state})
+        results.append(y)
+    mx.eval(results, state)
+    return (time.perf_counter() - start) / calls
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second read and written by a large elementwise operation."""
+    x = mx.zeros((64 << 20,), mx.float32)
+    mx.eval(x)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        mx.eval(x + 1)
+        best = min(best, time.perf_counter() - start)
+    return 2 * x.nbytes / best
+
+
+def environment(backend: str) -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    return {
+        "commit": commit.stdout.strip() or None,
+        "backend": backend,
+        "chip": backends.chip(backend),
+        "device": mx.device_info().get("device_name"),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "mlx": version("mlx"),
+        "mlx_lm": version("mlx-lm"),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 64, 1])
+    parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("HK", "HV"))
+    parser.add_argument("--size", type=int, default=128, help="Dk and Dv; the packed kernel needs 128")
+    parser.add_argument("--samples", type=int, default=15)
+    parser.add_argument(
+        "--budget", type=float, default=50.0, help="seconds; arms not begun by then are left out"
+    )
+    parser.add_argument("--backend", help="default: the one in use")
+    parser.add_argument("--json", type=Path, help="append a line for each arm to this file")
+    options = parser.parse_args()
+
+    backend = options.backend or backends.resolve()
+    if backend == "ops":
+        parser.error("no GPU back-end here (--backend host tries the script on any machine)")
+    began = time.perf_counter()
+    about = environment(backend)
+    peak = copy_bandwidth()
+    print(f"{about['device']} ({about['chip']}), mlx {about['mlx']}: copy {peak / 1e9:,.0f} GB/s")
+    columns = f"{'T':>6} {'arm':>16} {'median us':>10} {'p10':>9} {'p90':>9} {'ns/token':>9} {'of copy':>8}"
+    print(f"{columns}  error y, state")
+
+    wrong = 0
+    for T in options.tokens:
+        arrays = problem(T, tuple(options.heads), options.size, mx.bfloat16)
+        want_y, want_state = op.gated_delta_scan_reference(**arrays)
+        mx.eval(want_y, want_state)
+        layouts = DECODE_LAYOUTS if T == 1 else PREFILL_LAYOUTS
+        makers: dict[str, Callable[[], Arm]] = {"mlx-lm packed": lambda: packed_arm(backend)}
+        makers |= {"-".join(map(str, x)): lambda x=x: our_arm(x, backend) for x in layouts}
+
+        arms: dict[str, Arm] = {}
+        records: dict[str, dict[str, Any]] = {}
+        for name, make in makers.items():
+            records[name] = record = {"op": "gated_delta_scan", "arm": name, "T": T, "dtype": "bfloat16"}
+            if time.perf_counter() - began > options.budget:
+                record["failure"] = "out of time"
+                continue
+            try:
+                arm = make()
+                y, state = arm(**arrays)
+                record["error_y"], record["error_state"] = error(y, want_y), error(state, want_state)
+            except Exception as failure:  # a layout that a compiler refuses must not end the others' run
+                record["failure"] = f"{type(failure).__name__}: {str(failure).splitlines()[0][:300]}"
+                wrong += 1
+                continue
+            # y is rounded to bfloat16; the state is not.
+            if record["error_y"] > 2.0**-8 or record["error_state"] > 1e-4:
+                record["failure"] = "wrong"
+                wrong += 1
+                continue
+            arms[name] = arm
+
+        calls = max(2, min(64, 4096 // T))
+        samples: dict[str, list[float]] = {name: [] for name in arms}
+        for sample in range(options.samples + 2):
+            for name, arm in arms.items():
+                seconds = chain(arm, arrays, calls)
+                if sample >= 2:  # two rounds warm every arm
+                    samples[name].append(seconds)
+
+        # What one call must read and write.
+        moved = sum(x.nbytes for x in arrays.values()) + arrays["state"].nbytes + arrays["v"].nbytes
+        for name, record in records.items():
+            if times := samples.get(name):
+                low, *_, high = statistics.quantiles(times, n=10, method="inclusive")
+                median = statistics.median(times)
+                record |= {
+                    "median_s": median,
+                    "p10_s": low,
+                    "p90_s": high,
+                    "calls": calls,
+                    "samples": len(times),
+                }
+                record |= {"bytes": moved, "copy_bytes_per_s": peak}
+                print(
+                    f"{T:>6} {name:>16} {median * 1e6:>10.1f} {low * 1e6:>9.1f} {high * 1e6:>9.1f} "
+                    f"{median / T * 1e9:>9.1f} {moved / median / peak:>8.1%}  "
+                    f"{record['error_y']:.1e}, {record['error_state']:.1e}"
+                )
+            else:
+                errors = {key: record[key] for key in ("error_y", "error_state") if key in record}
+                print(f"{T:>6} {name:>16} {record['failure']} {errors or ''}")
+            if options.json:
+                with options.json.open("a") as file:
+                    file.write(json.dumps({**record, **about}) + "\n")
+        sys.stdout.flush()
+    print(f"{time.perf_counter() - began:.0f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
