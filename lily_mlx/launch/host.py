@@ -424,9 +424,17 @@ class HostKernel:
     def _library(self, variant: _Variant, check: bool) -> Path:
         if (found := variant.libraries.get(check)) is None:
             metal, entry = _metal_source(self, variant), _entry_source(variant)
-            key = f"{_language_digest()}\n{metal}\n{entry}"
+
+            def source() -> str:
+                return _translated(_inline_includes(metal, "kernel", set(_mlx_prefix()[1]))) + entry
+
             try:
-                found = compiler.kernel_library(key, lambda: _cpp_source(metal, entry), (INCLUDE_DIR,), check)
+                found = compiler.kernel_library(
+                    compiler.Source(_language_digest(), _prefix_source),
+                    compiler.Source(metal + entry, source),
+                    (INCLUDE_DIR,),
+                    check,
+                )
             except compiler.CompilerError as failure:
                 raise _compile_error(self.name, str(failure)) from None
             used = thread_worker().load(found).threadgroup_bytes
@@ -441,19 +449,36 @@ class HostKernel:
 # ------------------------------------------------------------------------------------------ source
 
 
+# Code of the language's headers counts as code of the line that uses it, and two calls on different lines
+# stay two.
+_LANGUAGE = """#include "runtime.h"
+#pragma clang attribute push(__attribute__((nodebug)), apply_to = hasType(functionType))
+#pragma clang attribute push(__attribute__((nomerge)), apply_to = function)
+#include <metal_stdlib>
+#pragma clang attribute pop
+#pragma clang attribute pop
+"""
+
+
+def _prefix_source() -> str:
+    """What comes before every kernel: the language, and the header that MLX puts there."""
+    text, _ = _mlx_prefix()
+    return _LANGUAGE + _translated(text)
+
+
+@functools.cache
+def _mlx_prefix() -> tuple[str, frozenset[Path]]:
+    """MLX's header with the headers that it includes, and which they are."""
+    seen: set[Path] = set()
+    text = _inline_includes('#include "mlx/backend/metal/kernels/utils.h"\n', "prefix", seen)
+    return text, frozenset(seen)
+
+
 def _metal_source(kernel: HostKernel, variant: _Variant) -> str:
-    """The Metal source to translate: what MLX puts before a kernel, then the kernel."""
+    """The kernel in Metal: its header, signature and body, each with its own line numbers."""
     name = kernel.name
     return "\n".join(
         (
-            # Code of the language's headers counts as code of the line that uses it, and two calls on
-            # different lines stay two.
-            "#pragma clang attribute push(__attribute__((nodebug)), apply_to = hasType(functionType))",
-            "#pragma clang attribute push(__attribute__((nomerge)), apply_to = function)",
-            "#include <metal_stdlib>",
-            "#pragma clang attribute pop",
-            "#pragma clang attribute pop",
-            '#include "mlx/backend/metal/kernels/utils.h"',
             f'#line 1 "{name}.h"',
             kernel.header,
             f'#line 1 "{name}.signature"',
@@ -481,10 +506,9 @@ extern "C" __attribute__((visibility("default"))) void lily_entry(void* const* b
 """
 
 
-def _cpp_source(metal: str, entry: str) -> str:
+def _translated(metal: str) -> str:
     """C++ from Metal; a plain ``return;`` also tells the scheduler that the lane left on purpose."""
-    translated = rewrite.translate(_inline_includes(metal, "kernel", set()), mode="host")
-    return '#include "runtime.h"\n' + re.sub(r"\breturn(?=\s*;)", "LILY_RT_RETURN", translated) + entry
+    return re.sub(r"\breturn(?=\s*;)", "LILY_RT_RETURN", rewrite.translate(metal, mode="host"))
 
 
 _INCLUDE = re.compile(
@@ -495,8 +519,10 @@ _INCLUDE = re.compile(
 def _inline_includes(text: str, file: str, seen: set[Path]) -> str:
     """Put MLX's headers in place of ``#include "mlx/..."``, each once, and keep every line's file and number.
 
-    Raises:
-        FileNotFoundError: there is no such header.
+    Args:
+        text: Metal source.
+        file: its name, until a ``#line`` directive gives another.
+        seen: the headers that came before; updated.
     """
     lines: list[str] = []
     number = 1
@@ -504,6 +530,10 @@ def _inline_includes(text: str, file: str, seen: set[Path]) -> str:
         match = _INCLUDE.match(text_line)
         if match and match["path"]:
             path = (_mlx_include() / match["path"]).resolve()
+            if not path.exists():
+                lines.append(text_line)  # for the compiler to complain about
+                number += 1
+                continue
             if path not in seen:
                 seen.add(path)
                 included = _inline_includes(path.read_text().replace("#pragma once", ""), match["path"], seen)

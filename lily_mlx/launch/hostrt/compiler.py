@@ -153,7 +153,7 @@ _locks: dict[str, threading.Lock] = {}
 _locks_guard = threading.Lock()
 
 
-def _cached(key: str, suffix: str, make: Callable[[Path, Path], None]) -> Path:
+def _cached(key: str, suffix: str, make: Callable[[Path, Path], object]) -> Path:
     """The cached file for ``key``; ``make(folder, target)`` writes it when there is none.
 
     Threads of this process wait for one another; processes may make a file twice, and the last rename wins.
@@ -206,15 +206,26 @@ def worker_library() -> Path:
     return _cached(f"worker\n{compiler.identity}\n{runtime_digest()}", ".so", make)
 
 
-def kernel_library(
-    source_key: str, source: Callable[[], str], include_dirs: tuple[Path, ...], checks: bool
-) -> Path:
-    """Compile a kernel's translation unit to a shared library.
+@dataclass(frozen=True)
+class Source:
+    """A C++ source.
+
+    Attributes:
+        key: stands for all that ``text()`` depends on.
+        text: makes it; called when the cache has nothing made from it.
+    """
+
+    key: str
+    text: Callable[[], str]
+
+
+def kernel_library(prefix: Source, kernel: Source, include_dirs: tuple[Path, ...], checks: bool) -> Path:
+    """Compile a kernel to a shared library.
 
     Args:
-        source_key: stands for everything that ``source`` and ``include_dirs`` hold.
-        source: called for the text when it is not in the cache.
-        include_dirs: searched for headers, in this order.
+        prefix: what comes before any kernel; compiled once, to a precompiled header.
+        kernel: the rest of the translation unit.
+        include_dirs: searched for headers, in this order; ``prefix.key`` stands for what is in them too.
         checks: compile in the bounds and overflow checks.
 
     Raises:
@@ -222,19 +233,27 @@ def kernel_library(
     """
     compiler = find_compiler()
     flags = (*_KERNEL_FLAGS, *_cpu_flags(), *(_CHECK_FLAGS if checks else _NO_CHECK_FLAGS))
+    include = [part for path in (RUNTIME_DIR, *include_dirs) for part in ("-I", str(path))]
+    clang = [*compiler.command, *flags, *include]
+    key = "\n".join((compiler.identity, *clang, runtime_digest(), prefix.key))
+
+    def precompile(folder: Path, target: Path) -> None:
+        # A precompiled header needs its source for as long as it is used.
+        source = _cached(f"source\n{key}", ".h", lambda _, file: file.write_text(prefix.text()))
+        _run([*clang, "-x", "c++-header", str(source), "-o", str(target)], folder)
 
     def make(folder: Path, target: Path) -> None:
-        (folder / "kernel.cpp").write_text(source())
-        include = [part for path in (RUNTIME_DIR, *include_dirs) for part in ("-I", str(path))]
-        clang = [*compiler.command, "-x", "c++", *flags, *include]
-        _run([*clang, "-S", "kernel.cpp", "-o", "kernel.s"], folder)
+        header = _cached(f"prefix\n{key}", ".pch", precompile)
+        (folder / "kernel.cpp").write_text(kernel.text())
+        # The key vouches for the header; clang would compare the dates of its files.
+        before = ["-include-pch", str(header), "-Xclang", "-fno-validate-pch"]
+        _run([*clang, "-x", "c++", *before, "-S", "kernel.cpp", "-o", "kernel.s"], folder)
         assembly = folder / "kernel.s"
         assembly.write_text(add_line_table(assembly.read_text()))
         _run([*compiler.command, "-c", "kernel.s", "-o", "kernel.o"], folder)
         _run([*compiler.linker, "kernel.o", "-o", str(target)], folder)
 
-    key = "\n".join((compiler.identity, *flags, runtime_digest(), source_key))
-    return _cached(key, ".so", make)
+    return _cached(f"kernel\n{key}\n{kernel.key}", ".so", make)
 
 
 _FILE = re.compile(r'^\s*\.file\s+(\d+) "((?:[^"\\]|\\.)*)"(?: "((?:[^"\\]|\\.)*)")?', re.M)
