@@ -204,7 +204,8 @@ def main() -> int:
                 y, state = arm(**arrays)
                 record["error_y"], record["error_state"] = error(y, want_y), error(state, want_state)
             except Exception as failure:  # a layout that a compiler refuses must not end the others' run
-                record["failure"] = f"{type(failure).__name__}: {str(failure).splitlines()[0][:300]}"
+                reason = " ".join(str(failure).split())
+                record["failure"] = f"{type(failure).__name__}: {reason[:400]}"
                 wrong += 1
                 continue
             # y is rounded to bfloat16; the state is not.

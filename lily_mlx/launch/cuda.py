@@ -33,7 +33,8 @@ def build(description: dict[str, Any]) -> Callable[..., list[mx.array]]:
     """
     if not mx.cuda.is_available():
         raise BackendUnavailableError("the cuda back-end needs MLX with CUDA and an NVIDIA GPU")
-    return mx.fast.cuda_kernel(**description)
+    kernel: Any = mx.fast.cuda_kernel(**description)
+    return kernel
 
 
 _TYPES = {
@@ -61,7 +62,8 @@ def offline_source(kernel: Kernel, variants: Sequence[Variant]) -> str:
     """
     header, body = assemble(kernel, "cuda")
     parts = [
-        "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#include <cooperative_groups.h>\n#include <stdint.h>\n",
+        "#include <cooperative_groups.h>\n#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n",
+        "#include <stdint.h>\n",
         header,
         "namespace mlx::core::cu {\n",
     ]

@@ -329,7 +329,7 @@ def _function(
     buffers = [buffer.name for buffer in kernel.inputs + kernel.outputs]
     identity = repr((header, body, kernel.math_mode, buffers, input_dtypes, template, output_dtypes))
     name = f"lily_{kernel.stem}_{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    description = {
+    description: dict[str, Any] = {
         "name": name,
         "input_names": [buffer.name for buffer in kernel.inputs],
         "output_names": [buffer.name for buffer in kernel.outputs],
@@ -343,7 +343,7 @@ def _function(
     if backend == "host":
         from . import host
 
-        return host.metal_kernel(**description)
+        return host.metal_kernel(**description, compile_options={"math_mode": kernel.math_mode})
     from . import metal
 
     return metal.build(description, kernel.math_mode)

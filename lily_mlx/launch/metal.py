@@ -22,7 +22,7 @@ def build(description: dict[str, Any], math_mode: str) -> Callable[..., list[mx.
         description: name, input_names, output_names, header and source.
         math_mode: "safe", "relaxed" or "fast"; Metal's own default is fast, MLX's is safe.
     """
-    kernel = mx.fast.metal_kernel(**description, compile_options={"math_mode": math_mode})
+    kernel: Any = mx.fast.metal_kernel(**description, compile_options={"math_mode": math_mode})
 
     def call(**arguments: Any) -> list[mx.array]:
         # MLX refuses a kernel on the CPU stream; a trace on a machine without a GPU has no other default.
