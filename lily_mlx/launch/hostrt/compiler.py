@@ -239,17 +239,18 @@ def kernel_library(prefix: Source, kernel: Source, include_dirs: tuple[Path, ...
 
     def precompile(folder: Path, target: Path) -> None:
         # A precompiled header needs its source for as long as it is used.
-        source = _cached(f"source\n{key}", ".h", lambda _, file: file.write_text(prefix.text()))
+        source = _cached(f"source\n{key}", ".h", lambda _, file: file.write_text(prefix.text(), "utf-8"))
         _run([*clang, "-x", "c++-header", str(source), "-o", str(target)], folder)
 
     def make(folder: Path, target: Path) -> None:
         header = _cached(f"prefix\n{key}", ".pch", precompile)
-        (folder / "kernel.cpp").write_text(kernel.text())
+        (folder / "kernel.cpp").write_text(kernel.text(), "utf-8")
         # The key vouches for the header; clang would compare the dates of its files.
         before = ["-include-pch", str(header), "-Xclang", "-fno-validate-pch"]
         _run([*clang, "-x", "c++", *before, "-S", "kernel.cpp", "-o", "kernel.s"], folder)
         assembly = folder / "kernel.s"
-        assembly.write_text(add_line_table(assembly.read_text()))
+        # Strings in it are bytes: any encoding that keeps them will do.
+        assembly.write_text(add_line_table(assembly.read_text("latin-1")), "latin-1")
         _run([*compiler.command, "-c", "kernel.s", "-o", "kernel.o"], folder)
         _run([*compiler.linker, "kernel.o", "-o", str(target)], folder)
 
