@@ -98,7 +98,7 @@ _NUMPY = {
     mx.float32: np.float32,
     mx.complex64: np.complex64,
 }
-_FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+_FLOATS = (mx.float16, mx.bfloat16, mx.float32, mx.complex64)
 
 _KINDS: dict[int, type[HostKernelError]] = {  # Kind in hostrt/runtime.h
     1: OutOfBounds,
@@ -141,7 +141,7 @@ class _Variant:
     source: str
     parameters: tuple[_Parameter, ...]
     order: tuple[int | str, ...]  # every parameter of the call: a buffer's number or an attribute
-    libraries: dict[bool, Path] = field(default_factory=dict)
+    libraries: dict[str, Path] = field(default_factory=dict)
     aligned: bool = False  # vector accesses need buffers at multiples of 16 bytes
 
 
@@ -256,8 +256,9 @@ class HostKernel:
         Args:
             schedule: the order of threads: "fifo", "lifo" or "random:SEED". None: "fifo", unless
                 :func:`check_schedules` is at work.
-            check: run twice, with the compiler's bounds and overflow checks, and compare. Without, the
-                launch is faster, and still confined to its buffers.
+            check: run twice, or three times with outputs that are not floats, with the compiler's bounds and
+                overflow checks, and compare. Without, the launch is faster, and still confined to its
+                buffers.
             time_limit: seconds that one run may take.
 
         Returns:
@@ -286,11 +287,15 @@ class HostKernel:
         if 0 in grid:
             first = launch.initial_outputs()
         else:
-            library = self._library(variant, check)
-            first = launch.run(library, grid, threadgroup, order, _POISONS[0], "end", time_limit)
+            library = self._library(variant, "checked" if check else "plain")
+            geometry = grid, threadgroup, order, time_limit
+            first = launch.run(library, *geometry, _POISONS[0], "end")
             if check:
-                second = launch.run(library, grid, threadgroup, order, _POISONS[1], "start", time_limit)
+                second = launch.run(library, *geometry, _POISONS[1], "start")
                 launch.compare(first, second)
+                if not all(dtype in _FLOATS for dtype in output_dtypes):
+                    zeroed = launch.run(self._library(variant, "zeroed"), *geometry, _POISONS[0], "end")
+                    launch.compare_integers(first, zeroed)
         if (record := _recorder.get()) is not None:
             record.append(_Launch(self.name, self.output_names, tuple(output_dtypes), tuple(first)))
         return [
@@ -421,8 +426,8 @@ class HostKernel:
         base, _, what = name.rpartition("_")
         return _Parameter(name, what, self.input_names.index(base))
 
-    def _library(self, variant: _Variant, check: bool) -> Path:
-        if (found := variant.libraries.get(check)) is None:
+    def _library(self, variant: _Variant, build: str) -> Path:
+        if (found := variant.libraries.get(build)) is None:
             metal, entry = _metal_source(self, variant), _entry_source(variant)
 
             def source() -> str:
@@ -433,7 +438,7 @@ class HostKernel:
                     compiler.Source(_language_digest(), _prefix_source),
                     compiler.Source(metal + entry, source),
                     (INCLUDE_DIR,),
-                    check,
+                    build,
                 )
             except compiler.CompilerError as failure:
                 raise _compile_error(self.name, str(failure)) from None
@@ -442,7 +447,7 @@ class HostKernel:
                 raise CompileError(
                     f"{used} bytes of threadgroup memory; Metal has {MAX_THREADGROUP_BYTES}", kernel=self.name
                 )
-            variant.libraries[check] = found
+            variant.libraries[build] = found
         return found
 
 
@@ -638,9 +643,9 @@ class _Arguments:
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
         schedule: tuple[int, int],
+        time_limit: float,
         poison: tuple[int, int],
         placement: str,
-        time_limit: float,
     ) -> list[np.ndarray]:
         """One run with the buffers against the ``end`` or the ``start`` of their pages: output bytes."""
         worker = thread_worker()
@@ -652,7 +657,7 @@ class _Arguments:
         if report is not None and report.misaligned and not self.variant.aligned:
             # Vector instructions want multiples of 16 bytes, as every buffer on the GPU has.
             self.variant.aligned = True
-            return self.run(library, grid, threadgroup, schedule, poison, placement, time_limit)
+            return self.run(library, grid, threadgroup, schedule, time_limit, poison, placement)
         if report is not None:
             raise self._error(report)
         outputs: list[np.ndarray] = [np.empty(0, np.uint8)] * len(self.output_shapes)
@@ -730,15 +735,31 @@ class _Arguments:
                 tainted = (a == _POISONS[0][0]).all(axis=1)
                 if tainted.any() and not self._inputs_are_numbers():
                     continue
-            if tainted.any():
-                element = int(tainted.argmax())
-                raise UninitializedRead(
-                    f"element {element} of {name!r} depends on memory that was never written, such as a "
-                    f"local, or threadgroup memory before the barrier ({int(tainted.sum())} of {len(a)})",
-                    kernel=self.kernel.name,
-                    buffer=name,
-                    element=element,
-                )
+            self._refuse(name, tainted)
+
+    def compare_integers(self, first: list[np.ndarray], zeroed: list[np.ndarray]) -> None:
+        """Compare with a run whose locals started at zero, where no NaN would show that a local was not set.
+
+        Raises:
+            UninitializedRead: an output that is no float differs.
+        """
+        for name, dtype, a, b in zip(
+            self.kernel.output_names, self.output_dtypes, first, zeroed, strict=True
+        ):
+            if dtype not in _FLOATS:
+                self._refuse(name, (a != b).reshape(-1, dtype.size).any(axis=1))
+
+    def _refuse(self, name: str, tainted: np.ndarray) -> None:
+        """Raise if an element of output ``name`` is tainted."""
+        if tainted.any():
+            element = int(tainted.argmax())
+            raise UninitializedRead(
+                f"element {element} of {name!r} depends on memory that was never written, such as a local, "
+                f"or threadgroup memory before the barrier ({int(tainted.sum())} of {len(tainted)})",
+                kernel=self.kernel.name,
+                buffer=name,
+                element=element,
+            )
 
     def _inputs_are_numbers(self) -> bool:
         return not any(a.dtype in _FLOATS and bool(mx.isnan(a).any()) for a in self.arrays)

@@ -136,9 +136,10 @@ out[i] = a[63 - i];"""
     assert fails(host.UninitializedRead, source, threadgroup=64, schedule=schedule).buffer == "out"
 
 
-def test_uninitialised_local():
-    source = INDEX + "T total;\nfor (uint k = 0; k < i; ++k) total += x[k];\nout[i] = total;"
-    fails(host.UninitializedRead, source)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.int32, mx.uint8])
+def test_uninitialised_local(dtype):
+    source = INDEX + "T total;\nfor (uint k = 0; k < i; ++k) total = max(total, x[k]);\nout[i] = total;"
+    assert fails(host.UninitializedRead, source, dtype=dtype).buffer == "out"
 
 
 # --------------------------------------------------------------------------------------------- races

@@ -43,7 +43,6 @@ _KERNEL_FLAGS = (
     "-fno-delete-null-pointer-checks",  # so that an access through null happens, and is seen
     "-fno-finite-loops",  # a kernel's endless loop must stay one
     "-ffp-contract=on",
-    "-ftrivial-auto-var-init=pattern",
     "-gline-tables-only",
     "-gdwarf-4",
     "-fno-color-diagnostics",
@@ -59,7 +58,13 @@ _KERNEL_FLAGS = (
 )
 _CHECKS = "array-bounds,signed-integer-overflow,unsigned-integer-overflow,integer-divide-by-zero"
 _CHECK_FLAGS = (f"-fsanitize={_CHECKS}", f"-fsanitize-recover={_CHECKS}")
-_NO_CHECK_FLAGS = ("-fwrapv", "-DLILY_NO_CHECKS")
+# The builds of a kernel: plain runs fast, checked finds faults, and zeroed, whose locals start at zero, shows by
+# another result that the checked one used a local that was not set.
+BUILDS = {
+    "plain": ("-ftrivial-auto-var-init=pattern", "-fwrapv"),
+    "checked": ("-ftrivial-auto-var-init=pattern", *_CHECK_FLAGS),
+    "zeroed": ("-ftrivial-auto-var-init=zero", *_CHECK_FLAGS),
+}
 
 
 class CompilerError(Exception):
@@ -219,20 +224,20 @@ class Source:
     text: Callable[[], str]
 
 
-def kernel_library(prefix: Source, kernel: Source, include_dirs: tuple[Path, ...], checks: bool) -> Path:
+def kernel_library(prefix: Source, kernel: Source, include_dirs: tuple[Path, ...], build: str) -> Path:
     """Compile a kernel to a shared library.
 
     Args:
         prefix: what comes before any kernel; compiled once, to a precompiled header.
         kernel: the rest of the translation unit.
         include_dirs: searched for headers, in this order; ``prefix.key`` stands for what is in them too.
-        checks: compile in the bounds and overflow checks.
+        build: a key of :data:`BUILDS`.
 
     Raises:
         CompilerError: the compiler refused the source.
     """
     compiler = find_compiler()
-    flags = (*_KERNEL_FLAGS, *_cpu_flags(), *(_CHECK_FLAGS if checks else _NO_CHECK_FLAGS))
+    flags = (*_KERNEL_FLAGS, *_cpu_flags(), *BUILDS[build])
     include = [part for path in (RUNTIME_DIR, *include_dirs) for part in ("-I", str(path))]
     clang = [*compiler.command, *flags, *include]
     key = "\n".join((compiler.identity, *clang, runtime_digest(), prefix.key))

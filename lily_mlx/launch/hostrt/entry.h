@@ -14,6 +14,11 @@ extern "C" __attribute__((weak, visibility("hidden"))) lily::rt::u8 lily_threadg
 extern "C" __attribute__((visibility("default"))) lily::rt::u8* const lily_threadgroup_range[2] = {
     lily_threadgroup_begin, lily_threadgroup_end};
 
+const lily::rt::Host* lily::rt::lily_host;
+extern "C" __attribute__((visibility("default"))) void lily_bind(const lily::rt::Host* host) {
+  lily::rt::lily_host = host;
+}
+
 namespace lily::rt {
 
 // Stands for a buffer in the call of the kernel and becomes the pointer or reference its parameter is.

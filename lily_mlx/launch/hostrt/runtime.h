@@ -4,7 +4,7 @@
 // switch only inside the functions below. So plain loads and stores are atomic between GPU threads, and an
 // atomic operation needs no lock.
 //
-// The worker process that runs kernels (worker.cpp) binds `host` when it loads a kernel. Both sides include
+// The worker process that runs kernels (worker.cpp) sets `lily_host` when it loads a kernel. Both sides include
 // this file; its contents are part of a kernel's cache key, so the two cannot disagree.
 //
 // A function that belongs to the simulation, not to the kernel, is LILY_RT_INLINE: it has no line of its own
@@ -85,8 +85,8 @@ struct Host {
   void (*fault)(Kind, int line, const char* file, const char* message);
 };
 
-// Defined in every kernel's translation unit, set by the worker before the first launch.
-extern "C" __attribute__((weak, visibility("default"))) const Host* lily_host = nullptr;
+// The worker's side; every kernel has the variable and the worker sets it before the first launch (entry.h).
+extern "C" __attribute__((visibility("hidden"))) const Host* lily_host;
 
 LILY_RT_INLINE const ThreadInfo& thread() { return **lily_host->current; }
 LILY_RT_INLINE const GroupInfo& group() { return *lily_host->group; }

@@ -724,7 +724,7 @@ bool load_kernel() {
     // The last line's instructions are few; no other code of the kernel follows them.
     if (code + 4096 > k.code_end) k.code_end = code + 4096;
   }
-  *static_cast<const Host**>(symbol("lily_host")) = &host;
+  reinterpret_cast<void (*)(const Host*)>(symbol("lily_bind"))(&host);
   if (kernel_count % 64 == 0)
     kernels = static_cast<Kernel*>(realloc(kernels, (kernel_count + 64) * sizeof(Kernel)));
   kernels[kernel_count] = k;
