@@ -236,6 +236,24 @@ def test_same_numbers_as_stock(stock_kernels, dtype, masked):
         assert mx.abs(state - want_state).max().item() <= 1e-5 * mx.abs(want_state).max().item()
 
 
+@pytest.mark.parametrize("T", [1, 64])
+def test_on_metal_it_is_one_dispatch(T):
+    """Traced on any machine: nothing is copied, padded or converted around the kernel."""
+    arrays = problem((1, T, 2, 8, 64, 32), mx.bfloat16)
+    names: list[str] = []
+
+    def record(node):
+        if node["type"] == "primitive":
+            names.append(node["name"])
+
+    def layer(*values):
+        with backends.override("metal"):
+            return op.gated_delta_scan(*values)
+
+    mx.export_function(record, layer, *arrays.values())
+    assert names == ["CustomKernel"]
+
+
 def test_reference_is_the_recurrence():
     """Two tokens of one head by hand, in float64."""
     arrays = problem((1, 2, 1, 1, 32, 32))
