@@ -38,6 +38,7 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _SHORT_LITERAL = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)([hH]|bf|BF)")
+_PLAIN_REAL = re.compile(r"(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?|0[xX].*[pP][+-]?\d+")
 _SWIZZLE = re.compile(r"[xyzw]{2,4}|[rgba]{2,4}")
 _MACRO = re.compile(r"[A-Z]+_[A-Z_]+")
 _LANE = {letter: i for letters in ("xyzw", "rgba") for i, letter in enumerate(letters)}
@@ -259,12 +260,22 @@ def _collapse_overloads(tokens: list[_Token]) -> None:
     kept: dict[tuple[str, ...], tuple[tuple[str, ...], tuple[int, ...]]] = {}
     for declaration in _declarations(code):
         words = tuple(code.text(i) for i in range(declaration.first, declaration.end))
-        bare = tuple(word for word in words if word not in SPACES)
-        key = (*declaration.scope, "{", *_without_names(bare))
+        key = (*declaration.scope, "{", *_without_names(_without_spaces(words)))
         spaces = tuple(word for word in words if word in SPACES)
         first_spaces, conditions = kept.setdefault(key, (spaces, declaration.conditions))
         if first_spaces != spaces and declaration.conditions[: len(conditions)] == conditions:
             code.blank(declaration.first, declaration.last)
+
+
+def _without_spaces(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The signature as host mode has it: what `constant` points to is const, other spaces are gone."""
+    end = max((i for i, word in enumerate(words) if word == ")"), default=len(words))
+    bare: list[str] = []
+    for i, word in enumerate(words):
+        plain = "const" if word == "constant" and i < end else "" if word in SPACES else word
+        if plain and not (plain == "const" and bare[-1:] == ["const"]):
+            bare.append(plain)
+    return tuple(bare)
 
 
 def _without_names(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -516,6 +527,8 @@ def _rewrite_words(tokens: list[_Token], mode: Mode) -> None:
             if literal := _SHORT_LITERAL.fullmatch(token.text):
                 name = "half" if literal[2] in "hH" else "bfloat"
                 token.text = f"{name}({literal[1]}{'' if '.' in literal[1] or 'e' in literal[1] else '.'}f)"
+            elif _PLAIN_REAL.fullmatch(token.text):
+                token.text += "f"  # Metal has no double
         elif token.kind != "word":
             continue
         elif token.text in SPACES:
@@ -533,7 +546,15 @@ def _rewrite_words(tokens: list[_Token], mode: Mode) -> None:
 
 
 def _address_space(code: _Code, i: int, mode: Mode) -> str:
-    return "" if mode == "host" or code.text(i) == "thread" else f"LILY_AS_{code.text(i)}"
+    space = code.text(i)
+    if mode == "strict":
+        return "" if space == "thread" else f"LILY_AS_{space}"
+    before = i - 1
+    while code.text(before) == "const":
+        before -= 1
+    of_this = code.text(before) == ")" and code.text(i + 1) in ("{", ";", ":", "=", "const", "noexcept")
+    twice = "const" in (code.text(i - 1), code.text(i + 1))
+    return "const" if space == "constant" and not (of_this or twice) else ""
 
 
 def _is_functional_cast(code: _Code, i: int) -> bool:

@@ -15,10 +15,10 @@
 #define __METAL__ 1
 #define METAL_FUNC inline
 
-#ifdef LILY_STRICT
-#define LILY_AS_device __attribute__((address_space(1)))
 // What is in constant memory is constant; `constant const int*` says so twice.
 #pragma clang diagnostic ignored "-Wduplicate-decl-specifier"
+#ifdef LILY_STRICT
+#define LILY_AS_device __attribute__((address_space(1)))
 #define LILY_AS_constant __attribute__((address_space(2))) const
 #define LILY_AS_threadgroup __attribute__((address_space(3)))
 #endif
