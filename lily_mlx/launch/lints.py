@@ -1,0 +1,926 @@
+"""Rules of the Metal Shading Language that a C++ compiler does not know, checked on tokens.
+
+The input is preprocessed source, so that what a macro hides is seen too and what ``#if`` leaves out is not.
+The rules follow Apple's compiler for Metal 3.1 (macOS 14), which is C++14 with ``if constexpr``, structured
+bindings and fold expressions; where specification and compiler differ, what the compiler accepts is accepted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+SPACES = frozenset({"device", "constant", "threadgroup", "thread"})
+MAX_THREADS = 1024
+
+Version = tuple[int, int]
+
+RULES = {
+    "address-space": "a pointer or reference names its address space, and keeps it",
+    "atomic-float": "atomic floats live in device memory",
+    "atomic-64": "64-bit atomics need Metal 4 or an M3",
+    "attribute": "a value parameter of a kernel has an attribute that says where it comes from",
+    "compile": "it does not compile",
+    "constant-init": "a constant at program scope has a value",
+    "cxx-version": "Metal is C++14",
+    "double": "there is no double",
+    "exceptions": "there are no exceptions",
+    "goto": "there is no goto",
+    "include": "only Metal's own headers exist",
+    "inline-asm": "there is no inline assembly",
+    "kernel-return": "a kernel returns void",
+    "lambda": "lambdas need Metal 3.2",
+    "long-long": "there is no long long; long has 64 bits",
+    "main": "no function is called main",
+    "metal-version": "a newer Metal has it",
+    "new-delete": "there is no heap",
+    "program-scope": "a variable outside functions is constant",
+    "read-only": "what is constant or const is not written",
+    "recursion": "a function does not call itself",
+    "rtti": "types are not known at run time",
+    "static-local": "a variable inside a function is not static",
+    "std-namespace": "the C++ standard library does not exist",
+    "storage-class": "register and thread_local do not exist",
+    "thread-reference": "a thread reference or pointer does not take an object of another address space",
+    "threadgroup-init": "threadgroup memory has no initial value",
+    "threadgroup-memory": "a threadgroup has 32 KB of memory",
+    "threadgroup-variable": "threadgroup variables are declared in kernels",
+    "threads": "a threadgroup has at most 1,024 threads",
+    "undeclared": "Metal's library does not have it",
+    "virtual": "there are no virtual functions",
+    "vla": "an array's size is known to the compiler",
+}
+
+
+@dataclass(frozen=True, order=True)
+class Diagnostic:
+    """An error in a Metal source: file and line as ``#line`` names them, rule (of RULES), what is wrong."""
+
+    file: str
+    line: int
+    rule: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.rule}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of preprocessed source; ``start`` and ``end`` are positions in its text."""
+
+    kind: str
+    text: str
+    file: str
+    line: int
+    start: int
+    end: int
+
+
+@dataclass
+class Function:
+    """A function of the source, by positions in the token list. ``body`` is empty for a declaration."""
+
+    name: int
+    head: range
+    parameters: list[range]
+    body: range
+    is_kernel: bool
+    template: tuple[str, ...]
+    scope: str = ""
+
+
+_TOKEN = re.compile(
+    r"""
+    (?P<space> [ \t\r\f\v\n]+ | \\\n )
+  | (?P<string> "(?:\\.|[^"\\\n])*" )
+  | (?P<char> '(?:\\.|[^'\\\n])*' )
+  | (?P<number> (?:0[xX][0-9a-fA-F']+(?:\.[0-9a-fA-F]*)?(?:[pP][+-]?\d+)?
+                 | (?:\d[\d']*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?) \w* )
+  | (?P<word> [A-Za-z_]\w* )
+  | (?P<mark> ::|->\*?|\+\+|--|<=>|<<=|>>=|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|\.\.\.|<<|\[\[|\]\]|. )
+    """,
+    re.VERBOSE,
+)
+LINE_MARK = re.compile(r'[ \t]*#[ \t]*(?:line[ \t]+)?(\d+)(?:[ \t]+"([^"]*)")?')
+INCLUDE_PRAGMA = "#pragma lily_include "
+"""What stands for ``#include <...>`` in preprocessed source, which the headers are not in."""
+
+_CLOSING = {"(": ")", "[": "]", "{": "}", "[[": "]]"}
+
+
+def tokenize(text: str, file: str) -> list[Token]:
+    """Tokens of preprocessed text; line markers set file and line, other directives are skipped."""
+    tokens = []
+    number, position = 1, 0
+    for line in text.splitlines(keepends=True):
+        if line.lstrip().startswith("#"):
+            if mark := LINE_MARK.match(line):
+                number, file = int(mark[1]) - 1, mark[2] or file
+        else:
+            for match in _TOKEN.finditer(line):
+                if match.lastgroup != "space":
+                    start = position + match.start()
+                    end = position + match.end()
+                    tokens.append(Token(match.lastgroup or "", match[0], file, number, start, end))
+        number += 1
+        position += len(line)
+    return tokens
+
+
+class Source:
+    """Preprocessed Metal source and what can be told about its tokens.
+
+    Attributes:
+        tokens: without attributes ``[[...]]``, which are in :attr:`attributes`.
+        attributes: (text, first token), by position of the token that they follow.
+        functions: every function, members too.
+        scopes: for each token the kind of its innermost braces: ``namespace``, ``class``, ``enum``,
+            ``function``, ``kernel``, ``values``.
+        owner: for each token the function that it is in.
+    """
+
+    def __init__(self, text: str, file: str) -> None:
+        self.text = text
+        self.attributes: dict[int, list[tuple[str, Token]]] = {}
+        self.tokens = self._without_attributes(tokenize(text, file))
+        self.functions: list[Function] = []
+        self.scopes: list[str] = []
+        self.owner: list[Function | None] = []
+        self._parse()
+
+    def _without_attributes(self, tokens: Iterable[Token]) -> list[Token]:
+        kept: list[Token] = []
+        inside: list[Token] | None = None
+        for token in tokens:
+            if inside is not None:
+                if token.text == "]]" and inside:
+                    text = " ".join(t.text for t in inside)
+                    self.attributes.setdefault(len(kept) - 1, []).append((text, inside[0]))
+                    inside = None
+                else:
+                    inside.append(token)
+            elif token.text == "[[":
+                inside = []
+            elif token.text == "]]":  # of a[b[i]]
+                kept += [Token("mark", "]", token.file, token.line, token.start, token.end - 1)]
+                kept += [Token("mark", "]", token.file, token.line, token.end - 1, token.end)]
+            else:
+                kept.append(token)
+        return kept
+
+    def word(self, i: int) -> str:
+        """Text of token i, empty outside the source."""
+        return self.tokens[i].text if 0 <= i < len(self.tokens) else ""
+
+    def kind(self, i: int) -> str:
+        return self.tokens[i].kind if 0 <= i < len(self.tokens) else ""
+
+    def closing(self, i: int) -> int:
+        """Position of the bracket that closes the one at i."""
+        opening, closing = self.word(i), _CLOSING[self.word(i)]
+        depth = 0
+        for j in range(i, len(self.tokens)):
+            depth += (self.word(j) == opening) - (self.word(j) == closing)
+            if depth == 0:
+                return j
+        return len(self.tokens) - 1
+
+    def after_angles(self, i: int) -> int:
+        """Position after the template list that opens at i; i itself if it is not one."""
+        depth, j = 0, i
+        while j < len(self.tokens):
+            text = self.word(j)
+            if text in _CLOSING:
+                j = self.closing(j)
+            elif text in (";", "{", "}"):
+                return i
+            depth += (text == "<") - (text == ">") - 2 * (text == ">>")
+            j += 1
+            if depth <= 0:
+                return j
+        return i
+
+    def split(self, first: int, last: int) -> list[range]:
+        """The parts between commas of tokens first..last-1, not looking into brackets or template lists."""
+        parts, start, i = [], first, first
+        while i < last:
+            if self.word(i) in _CLOSING:
+                i = self.closing(i)
+            elif self.word(i) == "<" and self.kind(i - 1) == "word":
+                i = max(i, self.after_angles(i) - 1)
+            elif self.word(i) == ",":
+                parts.append(range(start, i))
+                start = i + 1
+            i += 1
+        if last > first:
+            parts.append(range(start, last))
+        return parts
+
+    def statement(self, i: int) -> range:
+        """Tokens of the declaration or statement that token i belongs to, without its body."""
+        start = i
+        while start > 0 and self.word(start - 1) not in (";", "{", "}"):
+            start -= 1
+        end = i
+        while end < len(self.tokens) and self.word(end) not in (";", "{", "}"):
+            end = self.closing(end) + 1 if self.word(end) in ("(", "[") else end + 1
+        return range(start, end)
+
+    def _parse(self) -> None:
+        """Find functions, and for each token its scope and function."""
+        stack: list[tuple[str, Function | None]] = [("namespace", None)]
+        start = i = 0  # start: of the current declaration
+        skip = -1  # the last token of something that has no scope of its own
+        while i < len(self.tokens):
+            kind, function = stack[-1]
+            self.scopes.append(kind)
+            self.owner.append(function)
+            text = self.word(i)
+            if i <= skip:
+                pass
+            elif text == "{":
+                stack.append(self._opened(start, i, kind, function))
+                start = i + 1
+            elif text == "}":
+                if len(stack) > 1:
+                    stack.pop()
+                start = i + 1
+            elif text == ";":
+                if kind in ("namespace", "class"):
+                    self._declared(start, i, range(i, i), kind)
+                start = i + 1
+            elif text in ("(", "[") and kind in ("namespace", "class"):
+                skip = self.closing(i)
+            elif text == ":" and kind == "class" and self.word(i - 1) in ("public", "private", "protected"):
+                start = i + 1
+            elif text == ":" and kind in ("namespace", "class") and self.word(i - 1) == ")":
+                skip = self._initialisers_end(i)
+            i += 1
+
+    def _initialisers_end(self, colon: int) -> int:
+        """The last token before a constructor's body."""
+        i = colon + 1
+        while i < len(self.tokens) and self.word(i) not in (";",):
+            if self.word(i) == "{" and self.kind(i - 1) != "word" and self.word(i - 1) != ">":
+                return i - 1
+            i = self.closing(i) + 1 if self.word(i) in _CLOSING else i + 1
+        return i - 1
+
+    def _opened(
+        self, start: int, brace: int, kind: str, function: Function | None
+    ) -> tuple[str, Function | None]:
+        """The scope that the brace opens."""
+        words = [self.word(j) for j in range(start, brace)]
+        if kind in ("function", "kernel"):
+            if set(words) & {"struct", "union", "enum"} and "(" not in words:
+                return ("enum" if "enum" in words else "class"), function
+            return ("values" if self.word(brace - 1) in ("=", ",", "return") else kind), function
+        if kind in ("values", "enum"):
+            return kind, function
+        if "namespace" in words or (words[:1] == ["extern"] and "(" not in words):
+            return "namespace", function
+        if "enum" in words:
+            return "enum", function
+        declared = self._declared(start, brace, range(brace + 1, self.closing(brace)), kind)
+        if declared is not None:
+            return ("kernel" if declared.is_kernel else "function"), declared
+        if set(words) & {"struct", "class", "union"}:
+            return "class", function
+        return "values", function
+
+    def _declared(self, start: int, end: int, body: range, scope: str) -> Function | None:
+        """Record the function that tokens start..end declare, if they do."""
+        template: list[str] = []
+        i = start
+        while self.word(i) == "template" and self.word(i + 1) == "<":
+            after = self.after_angles(i + 1)
+            template += [self.word(part.stop - 1) for part in self._type_parameters(i + 2, after - 1)]
+            i = max(after, i + 2)
+        if self.word(i) == "template":  # an explicit instantiation
+            return None
+        head = i
+        while i < end:
+            text = self.word(i)
+            if text == "=" or text in ("using", "typedef", "static_assert", "friend"):
+                return None
+            if text == "operator":
+                i += 3 if self.word(i + 1) == "(" else 2
+                while i < end and self.word(i) != "(":
+                    i += 1
+                break
+            if text == "<" and self.kind(i - 1) == "word":
+                i = max(i, self.after_angles(i) - 1)
+            elif text in ("decltype", "alignas", "__attribute__", "explicit") and self.word(i + 1) == "(":
+                i = self.closing(i + 1)
+            elif text == "(":
+                break
+            i += 1
+        if (
+            i >= end
+            or self.word(i) != "("
+            or (self.kind(i - 1) != "word" and "operator" not in self._words(head, i))
+        ):
+            return None
+        if i - head < 2 and scope == "namespace":  # a macro call, not a function: it has no type
+            return None
+        before = [a for j in range(start - 1, i) for a in self.attributes.get(j, ())]
+        kernel = "kernel" in self._words(head, i) or any("kernel" in a.split() for a, _ in before)
+        parameters = self.split(i + 1, self.closing(i))
+        function = Function(i - 1, range(head, i), parameters, body, kernel, tuple(template), scope)
+        self.functions.append(function)
+        return function
+
+    def _type_parameters(self, first: int, last: int) -> Iterator[range]:
+        for part in self.split(first, last):
+            if self.word(part.start) in ("typename", "class"):
+                names = [j for j in part if self.word(j) == "="]
+                yield range(part.start, names[0] if names else part.stop)
+
+    def _words(self, first: int, last: int) -> list[str]:
+        return [self.word(j) for j in range(first, last)]
+
+
+# --- The rules ----------------------------------------------------------------------------------------------
+
+_BANNED = {
+    "double": ("double", "'double' is not supported in Metal"),
+    "virtual": ("virtual", "'virtual' is not supported in Metal"),
+    "throw": ("exceptions", "'throw' is not supported in Metal"),
+    "try": ("exceptions", "'try' is not supported in Metal"),
+    "catch": ("exceptions", "'catch' is not supported in Metal"),
+    "new": ("new-delete", "'new' is not supported in Metal"),
+    "goto": ("goto", "'goto' is not supported in Metal"),
+    "dynamic_cast": ("rtti", "'dynamic_cast' is not supported in Metal"),
+    "typeid": ("rtti", "'typeid' is not supported in Metal"),
+    "asm": ("inline-asm", "inline assembly is not supported in Metal"),
+    "__asm": ("inline-asm", "inline assembly is not supported in Metal"),
+    "__asm__": ("inline-asm", "inline assembly is not supported in Metal"),
+    "thread_local": ("storage-class", "'thread_local' is not supported in Metal"),
+    "register": ("storage-class", "'register' is not supported in Metal"),
+    "concept": ("cxx-version", "concepts are C++20; Metal is C++14"),
+    "requires": ("cxx-version", "'requires' is C++20; Metal is C++14"),
+    "consteval": ("cxx-version", "'consteval' is C++20; Metal is C++14"),
+    "constinit": ("cxx-version", "'constinit' is C++20; Metal is C++14"),
+    "co_await": ("cxx-version", "coroutines are C++20; Metal is C++14"),
+    "co_yield": ("cxx-version", "coroutines are C++20; Metal is C++14"),
+    "co_return": ("cxx-version", "coroutines are C++20; Metal is C++14"),
+    "<=>": ("cxx-version", "'<=>' is C++20; Metal is C++14"),
+}
+
+# Names of Metal's library, what must follow them to be that name, and the version that brought them.
+_NEWER: dict[str, tuple[tuple[str, ...], Version]] = {
+    "atomic_thread_fence": (("(",), (3, 2)),
+    "memory_order_acquire": ((), (3, 2)),
+    "memory_order_release": ((), (3, 2)),
+    "memory_order_acq_rel": ((), (3, 2)),
+    "memory_order_seq_cst": ((), (3, 2)),
+    "thread_scope_thread": ((), (3, 2)),
+    "thread_scope_simdgroup": ((), (3, 2)),
+    "thread_scope_threadgroup": ((), (3, 2)),
+    "thread_scope_device": ((), (3, 2)),
+    "thread_scope_system": ((), (3, 2)),
+    "coherent": (("(",), (3, 2)),
+    "os_log_default": ((), (3, 2)),
+    "os_log": ((), (3, 2)),
+    "tensor": (("<",), (4, 0)),
+    "cooperative_tensor": (("<",), (4, 0)),
+    "tensor_ops": (("::",), (4, 0)),
+    "matmul2d": (("<",), (4, 0)),
+    "matmul2d_descriptor": ((), (4, 0)),
+    "mpp": (("::",), (4, 0)),
+}
+_NEWER_HEADERS: dict[str, Version] = {
+    "metal_logging": (3, 2),
+    "metal_tensor": (4, 0),
+    "metal_cooperative_tensor": (4, 0),
+}
+_LONG_ATOMICS = frozenset({"long", "ulong", "int64_t", "uint64_t", "size_t", "ptrdiff_t"})
+_VALUE = re.compile(r"(?:bool|u?char|u?short|u?int|u?long|half|float|bfloat)[234]?")
+# fmt: off
+_QUALIFIERS = frozenset((
+    "const", "constexpr", "volatile", "static", "inline", "extern", "mutable", "typename", "struct", "class",
+    "union", "unsigned", "signed", "METAL_FUNC",
+))
+_NOT_A_TYPE = frozenset((
+    "return", "case", "goto", "break", "continue", "else", "do", "delete", "new", "throw", "if", "while",
+    "for", "switch", "using", "typedef", "template", "namespace", "public", "private", "protected",
+    "operator", "sizeof", "static_assert", "default", "friend", "enum",
+))
+# fmt: on
+
+
+def lint(source: Source, own: Iterable[str], version: Version) -> list[Diagnostic]:
+    """Every breach of a rule in ``source``, one a line and rule.
+
+    Args:
+        source: preprocessed Metal.
+        own: files to report about; the others are only read.
+        version: of Metal, as (3, 1).
+    """
+    files = set(own)
+    found: dict[tuple[str, int, str], Diagnostic] = {}
+    for where, rule, message in _all(source, version):
+        token = source.tokens[where] if isinstance(where, int) else where
+        if token.file in files:
+            diagnostic = Diagnostic(token.file, token.line, rule, message)
+            found.setdefault((token.file, token.line, rule), diagnostic)
+    return sorted(found.values())
+
+
+def lint_includes(text: str, own: Iterable[str], version: Version) -> list[Diagnostic]:
+    """Headers that Metal does not have, by the :data:`INCLUDE_PRAGMA` lines of preprocessed source."""
+    files, found = set(own), []
+    for file, number, header in includes(text):
+        needs = (4, 0) if header.startswith("MetalPerf") else _NEWER_HEADERS.get(header, (1, 0))
+        if file not in files:
+            continue
+        if not header.startswith(("metal_", "metal/", "simd/", "MetalPerformancePrimitives/")):
+            found.append(Diagnostic(file, number, "include", f"<{header}> does not exist in Metal"))
+        elif needs > version:
+            message = f"<{header}> needs Metal {needs[0]}.{needs[1]}"
+            found.append(Diagnostic(file, number, "metal-version", message))
+    return found
+
+
+def includes(text: str) -> Iterator[tuple[str, int, str]]:
+    """(file, line, header) of each :data:`INCLUDE_PRAGMA` line."""
+    for number, file, line in numbered(text, ""):
+        if line.startswith(INCLUDE_PRAGMA):
+            yield file, number, line.removeprefix(INCLUDE_PRAGMA).strip()
+
+
+def numbered(text: str, file: str) -> Iterator[tuple[int, str, str]]:
+    """(number, file, line) of each line of ``text``, as its line directives say."""
+    number = 1
+    for line in text.splitlines():
+        if mark := LINE_MARK.match(line):
+            number, file = int(mark[1]), mark[2] or file
+        else:
+            yield number, file, line
+            number += 1
+
+
+# A token or its position, a rule and a message.
+Finding = tuple[int | Token, str, str]
+
+
+def _all(source: Source, version: Version) -> Iterator[Finding]:
+    yield from _words(source, version)
+    yield from _lambdas(source, version)
+    yield from _pointers(source)
+    yield from _variables(source)
+    yield from _kernels(source)
+    yield from _recursion(source)
+
+
+def _words(s: Source, version: Version) -> Iterator[Finding]:
+    for i, token in enumerate(s.tokens):
+        text, after = token.text, s.word(i + 1)
+        if text in _BANNED and s.word(i - 1) not in (".", "->", "::"):
+            yield i, *_BANNED[text]
+        elif text == "delete" and s.word(i - 1) != "=":
+            yield i, "new-delete", "'delete' is not supported in Metal"
+        elif text == "long" and after == "long":
+            yield i, "long-long", "'long long' is not supported in Metal; 'long' has 64 bits"
+        elif (
+            token.kind == "number" and re.search(r"ll$|ll[uU]$", text, re.IGNORECASE) and "x" not in text[2:]
+        ):
+            yield i, "long-long", f"{text!r} is a long long, which Metal does not have"
+        elif text == "std" and after == "::":
+            yield i, "std-namespace", "the C++ standard library does not exist in Metal"
+        elif (
+            text in _NEWER and version < _NEWER[text][1] and (not _NEWER[text][0] or after in _NEWER[text][0])
+        ):
+            if not _is_declared(s, i):
+                needs = _NEWER[text][1]
+                yield i, "metal-version", f"'{text}' needs Metal {needs[0]}.{needs[1]}"
+        elif text == "atomic_ulong" or (text == "atomic" and after == "<" and s.word(i + 2) in _LONG_ATOMICS):
+            if version < (4, 0):
+                yield i, "atomic-64", "64-bit atomics are not available on every chip of Metal 3"
+        elif text == "atomic_float" or (text == "atomic" and after == "<" and s.word(i + 2) == "float"):
+            before = {s.word(j) for j in range(max(0, i - 4), i)}
+            if "threadgroup" in before:
+                yield i, "atomic-float", "an atomic float cannot be in threadgroup memory"
+
+
+def _in_metal(s: Source, i: int) -> bool:
+    """Whether the name at i may be one of Metal's: it is not a member of something else."""
+    return s.word(i - 1) not in (".", "->") and (s.word(i - 1) != "::" or s.word(i - 2) in ("metal", "mpp"))
+
+
+def _is_text(s: Source, i: int) -> bool:
+    """Whether the string at i is meant for the compiler."""
+    j = i - 1
+    while s.kind(j) == "string":
+        j -= 1
+    if s.word(j) in ("extern", "_Pragma"):
+        return True
+    return any(s.word(k) in ("static_assert", "__attribute__", "_Pragma") for k in s.statement(i))
+
+
+def _is_declared(s: Source, i: int) -> bool:
+    """Whether the source itself declares the name at i: as a variable, parameter, type or function."""
+    name = s.word(i)
+    return any(
+        s.word(j) == name
+        and (s.word(j - 1) in ("struct", "class", "typename", "using", "enum") or s.kind(j - 1) == "word")
+        and s.word(j - 1) not in ("return", "const")
+        for j in range(len(s.tokens))
+    )
+
+
+def _lambdas(s: Source, version: Version) -> Iterator[Finding]:
+    if version >= (3, 2):
+        return
+    for i, token in enumerate(s.tokens):
+        starts = s.word(i - 1) in ("=", "(", ",", "return", "{", ";", "?", ":", "&&", "||", "}")
+        if token.text == "[" and starts and s.scopes[i] in ("function", "kernel", "values"):
+            after = s.closing(i) + 1
+            if s.word(after) == "(":
+                after = s.closing(after) + 1
+                while s.word(after) in ("mutable", "const", "thread") or s.word(after) == "->":
+                    after += 1 if s.word(after) != "->" else 2
+            if s.word(after) == "{":
+                yield i, "lambda", "lambda expressions need Metal 3.2"
+
+
+# Pointers and references.
+
+_BARE = "{} type must have an explicit address space qualifier"
+
+
+def _pointers(s: Source) -> Iterator[Finding]:
+    for function in s.functions:
+        for parameter in function.parameters:
+            yield from _bare_declarator(s, parameter)
+        yield from _bare_declarator(s, range(function.head.start, function.name))
+    for i, token in enumerate(s.tokens):
+        if s.word(i - 1) in (";", "{", "}", "") or (s.word(i - 1) == "(" and s.word(i - 2) == "for"):
+            if s.scopes[i] in ("class", "function", "kernel", "namespace"):
+                yield from _bare_local(s, i)
+        elif s.word(i - 1) == ":" and s.word(i - 2) in ("public", "private", "protected"):
+            yield from _bare_local(s, i)
+        if token.text in ("static_cast", "reinterpret_cast", "const_cast") and s.word(i + 1) == "<":
+            yield from _bare_declarator(s, range(i + 2, s.after_angles(i + 1) - 1))
+        elif token.text == "(" and (cast := pointer_cast(s, i)):
+            yield from _bare_declarator(s, cast)
+        elif token.text in ("using", "typedef"):
+            statement = s.statement(i)
+            first = next((j + 1 for j in statement if s.word(j) == "="), i + 1)
+            if token.text == "typedef" or first > i + 1:
+                yield from _bare_declarator(s, range(first, statement.stop))
+
+
+def _bare_declarator(s: Source, tokens: range) -> Iterator[Finding]:
+    """A declarator with more pointers and references than address spaces."""
+    marks, spaces, i = [], 0, tokens.start
+    while i < tokens.stop:
+        text = s.word(i)
+        if text == "=":
+            break
+        if text in ("decltype", "sizeof", "alignas", "__attribute__") and s.word(i + 1) == "(":
+            i = s.closing(i + 1)
+        elif text == "<" and s.kind(i - 1) == "word":
+            i = max(i, s.after_angles(i) - 1)
+        elif text == "(" and s.word(i + 1) not in ("*", "&"):
+            return  # a function type
+        elif text == "(" and s.word(s.closing(i) + 1) == "(":
+            return  # a pointer to a function
+        elif text in ("[", "auto"):
+            if text == "auto":
+                return  # deduced, with the space of what it is deduced from
+            i = s.closing(i)
+        elif text in SPACES:
+            spaces += 1
+        elif text in ("*", "&", "&&"):
+            marks.append(i)
+        i += 1
+    if len(marks) > 1 and s.word(marks[-1]) == "&" and s.word(marks[-2]) == "*":
+        marks.pop()  # a reference to a pointer, which itself is a thread's
+    if len(marks) > spaces:
+        yield marks[-1], "address-space", _BARE.format("pointer" if s.word(marks[-1]) == "*" else "reference")
+
+
+def _bare_local(s: Source, i: int) -> Iterator[Finding]:
+    """A variable or member whose declaration starts at i."""
+    first = i
+    while s.word(i) in _QUALIFIERS or s.word(i) in SPACES:
+        i += 1
+    if s.kind(i) != "word" or s.word(i) in _NOT_A_TYPE or s.word(i) == "auto":
+        return
+    while s.kind(i) == "word" and s.word(i) not in SPACES:
+        i += 1
+        if s.word(i) == "<":
+            i = s.after_angles(i)
+        if s.word(i) != "::":
+            break
+        i += 1
+    while s.word(i) in ("const", "volatile") or s.word(i) in SPACES:
+        i += 1
+    if s.word(i) not in ("*", "&", "&&"):
+        return
+    end = i
+    while s.word(end) in ("*", "&", "&&", "const", "volatile", "restrict") or s.word(end) in SPACES:
+        end += 1
+    if s.kind(end) == "word" and s.word(end + 1) in ("=", ";", ",", "[", "{", ":", ")"):
+        yield from _bare_declarator(s, range(first, end))
+
+
+def pointer_cast(s: Source, i: int) -> range | None:
+    """The type of the C-style cast to a pointer that the parenthesis at i opens."""
+    last = s.closing(i)
+    inner = range(i + 1, last)
+    if s.word(last - 1) != "*" or (
+        s.kind(i - 1) == "word" and s.word(i - 1) not in ("return", "else", "case")
+    ):
+        return None
+    if s.word(i - 1) in (")", "]", ">"):
+        return None
+    plain = {"const", "volatile", "*", "::", "unsigned", "signed", "typename", "struct"} | SPACES
+    names = [j for j in inner if s.word(j) not in plain]
+    if not all(s.kind(j) == "word" or s.word(j) in ("<", ">", ",") or s.kind(j) == "number" for j in names):
+        return None
+    follows = s.kind(last + 1) in ("word", "number") or s.word(last + 1) in ("(", "&", "*", "-", "!", "~")
+    return inner if names and follows and s.kind(i + 1) == "word" else None
+
+
+# Variables.
+
+
+def _variables(s: Source) -> Iterator[Finding]:
+    for i, token in enumerate(s.tokens):
+        scope = s.scopes[i]
+        if token.text == "static" and scope in ("function", "kernel"):
+            yield i, "static-local", "variables in function scope cannot be declared static"
+        if token.text == "threadgroup" and (name := _variable_name(s, i)) is not None:
+            if scope == "function":
+                message = "threadgroup variables can be declared in kernel functions only"
+                yield i, "threadgroup-variable", message
+            elif scope in ("namespace", "class"):
+                yield (
+                    i,
+                    "threadgroup-variable",
+                    "a threadgroup variable can be declared in a kernel function only",
+                )
+            elif scope == "kernel" and "=" in [s.word(j) for j in s.statement(name)]:
+                yield (
+                    i,
+                    "threadgroup-init",
+                    "variable in threadgroup address space cannot have an initial value",
+                )
+    for first, end, is_class in _declarations(s):
+        yield from _global(s, first, end, is_class)
+
+
+def _variable_name(s: Source, i: int) -> int | None:
+    """Position of the name, if the address space at i is that of a variable, not of what one points to."""
+    if s.scopes[i] in ("values", "enum") or s.word(i - 1) in ("(", ","):
+        return None
+    j = i + 1
+    while s.word(j) in _QUALIFIERS or s.word(j) in SPACES:
+        j += 1
+    if s.kind(j) != "word" or s.word(j) in _NOT_A_TYPE:
+        return None
+    while s.kind(j) == "word":
+        j += 1
+        if s.word(j) == "<":
+            j = s.after_angles(j)
+        if s.word(j) != "::":
+            break
+        j += 1
+    while s.word(j) in ("const", "volatile"):
+        j += 1
+    return j if s.kind(j) == "word" and s.word(j + 1) in ("[", ";", ",", "=", "{") else None
+
+
+def _declarations(s: Source) -> Iterator[tuple[int, int, bool]]:
+    """(first, end, in a class) of declarations outside functions that end in a semicolon."""
+    start = 0
+    for i in range(len(s.tokens)):
+        text, scope = s.word(i), s.scopes[i]
+        if text in ("{", "}"):
+            opens_value = text == "{" and i + 1 < len(s.scopes) and s.scopes[i + 1] == "values"
+            if not opens_value and not (text == "}" and scope == "values"):
+                start = i + 1
+        elif text == ";" and scope in ("namespace", "class"):
+            yield start, i, scope == "class"
+            start = i + 1
+        elif text == ":" and s.word(i - 1) in ("public", "private", "protected"):
+            start = i + 1
+
+
+def _global(s: Source, first: int, end: int, in_class: bool) -> Iterator[Finding]:
+    """A variable outside functions must be constant, and have a value."""
+    while s.word(first) == "template" and s.word(first + 1) == "<":
+        first = max(first + 1, s.after_angles(first + 1))
+    words = [s.word(j) for j in range(first, end)]
+    stop = words.index("=") if "=" in words else len(words)
+    head = words[:stop]
+    if (
+        not head
+        or set(head) & _NOT_A_TYPE
+        or set(head) & {"struct", "class", "union", "namespace", "concept"}
+    ):
+        return
+    if "(" in head or s.kind(first) != "word" or len([w for w in head if re.match(r"[A-Za-z_]", w)]) < 2:
+        return
+    if in_class and "static" not in head:
+        return
+    if "sampler" in head or "threadgroup" in head:
+        return
+    if "constant" not in head:
+        where = "a static member" if in_class else "a program scope variable"
+        yield first, "program-scope", f"{where} must reside in the constant address space"
+    elif (
+        not in_class and stop == len(words) and words[-1] != "}" and not _has_function_constant(s, first, end)
+    ):
+        yield first, "constant-init", "a variable in the constant address space must be initialized"
+
+
+def _has_function_constant(s: Source, first: int, end: int) -> bool:
+    return any("function_constant" in a for j in range(first, end) for a, _ in s.attributes.get(j, ()))
+
+
+# Kernels and calls.
+
+
+def _kernels(s: Source) -> Iterator[Finding]:
+    for attributes in s.attributes.values():
+        for attribute, token in attributes:
+            match = re.search(r"max_total_threads_per_threadgroup \( (\d+) \)", attribute)
+            if match and int(match[1]) > MAX_THREADS:
+                message = f"{match[1]} threads in a threadgroup; at most {MAX_THREADS} are possible"
+                yield token, "threads", message
+    for function in s.functions:
+        head = [s.word(j) for j in range(function.head.start, function.name)]
+        name = s.word(function.name)
+        if name == "main" and function.scope == "namespace":
+            yield function.name, "main", "a function cannot be called 'main'"
+        if not function.is_kernel:
+            continue
+        if "void" not in head:
+            yield function.name, "kernel-return", f"a kernel returns void, '{name}' does not"
+        for parameter in function.parameters:
+            yield from _kernel_parameter(s, parameter)
+
+
+def _kernel_parameter(s: Source, parameter: range) -> Iterator[Finding]:
+    words = [s.word(j) for j in parameter]
+    name = words[-1] if words else ""
+    if "*" in words or "&" in words:
+        if "thread" in words and not {"device", "constant", "threadgroup"} & set(words):
+            message = "a kernel's buffer is in the device, constant or threadgroup address space"
+            yield parameter.start, "address-space", message
+        return
+    attributes = [a for j in parameter for a in s.attributes.get(j, ())]
+    types = [w for w in words[:-1] if w not in _QUALIFIERS and w not in SPACES]
+    if not attributes and len(types) == 1 and _VALUE.fullmatch(types[0]):
+        yield (
+            parameter.start,
+            "attribute",
+            f"'{name}' is passed by value and has no attribute that says what it is",
+        )
+
+
+def _recursion(s: Source) -> Iterator[Finding]:
+    """Functions that reach themselves. Of overloaded names nothing is known, so they are left out."""
+    bodies = [f for f in s.functions if len(f.body)]
+    names = [s.word(f.name) for f in bodies]
+    single = {name: f for name, f in zip(names, bodies, strict=True) if names.count(name) == 1}
+    calls: dict[str, dict[str, int]] = {}
+    for name, function in single.items():
+        called = calls[name] = {}
+        for i in function.body:
+            plain_call = s.word(i + 1) == "(" and s.word(i - 1) not in (".", "->", "::", "~")
+            if s.word(i) in single and plain_call and _is_call(s, i):
+                called.setdefault(s.word(i), i)
+    for name in single:
+        stack, seen = [(callee, at) for callee, at in calls[name].items()], {name}
+        while stack:
+            callee, at = stack.pop()
+            if callee == name:
+                yield calls[name].get(name, at), "recursion", f"'{name}' calls itself"
+                break
+            if callee not in seen:
+                seen.add(callee)
+                stack += calls[callee].items()
+
+
+def _is_call(s: Source, i: int) -> bool:
+    """Whether a name before a parenthesis is called, not declared: a declaration has its type in front."""
+    return s.kind(i - 1) != "word" or s.word(i - 1) in ("return", "else", "do", "case")
+
+
+def edits(s: Source) -> list[tuple[int, int, str]]:
+    """(start, end, text) to put into the source so that a C++ compiler sees what it would miss.
+
+    A C-style cast between pointers becomes a call that compares address spaces; a template function that
+    takes ``thread T&`` or ``thread T*`` asserts that T brings no space of its own; after each threadgroup
+    variable of a kernel an assertion adds up what the kernel has. A string becomes a constant array, and the
+    first of several constructors that differ only in the space of the object stands for all.
+    """
+    makers = (_cast_edits, _thread_edits, _memory_edits, _string_edits, _constructor_edits)
+    return sorted(edit for maker in makers for edit in maker(s))
+
+
+def _cast_edits(s: Source) -> Iterator[tuple[int, int, str]]:
+    for i, token in enumerate(s.tokens):
+        if token.text == "(" and s.scopes[i] in ("function", "kernel") and pointer_cast(s, i):
+            last = s.closing(i)
+            end = _operand_end(s, last + 1)
+            if end > last + 1:
+                yield token.start, token.end, "lily_strict::cast<"
+                yield s.tokens[last].start, s.tokens[last].end, ">("
+                yield s.tokens[end - 1].end, s.tokens[end - 1].end, ")"
+
+
+def _string_edits(s: Source) -> Iterator[tuple[int, int, str]]:
+    for i, token in enumerate(s.tokens):
+        if token.kind == "string" and not _is_text(s, i):
+            yield token.start, token.end, "lily_strict::text"
+
+
+def _constructor_edits(s: Source) -> Iterator[tuple[int, int, str]]:
+    seen: set[tuple[str, ...]] = set()
+    for function in s.functions:
+        head = {s.word(j) for j in range(function.head.start, function.name)}
+        if function.scope != "class" or not head <= {"constexpr", "inline", "explicit", "METAL_FUNC"}:
+            continue
+        after = s.closing(function.name + 1) + 1
+        key = tuple(s.word(j) for j in range(function.name, after))
+        if s.word(after) in SPACES and key not in seen:
+            yield s.tokens[after].start, s.tokens[after].end, ""
+        seen.add(key)
+
+
+def _operand_end(s: Source, i: int) -> int:
+    """Position after the operand of a cast that starts at i."""
+    while s.word(i) in ("&", "*", "-", "!", "~"):
+        i += 1
+    if s.word(i) == "(":
+        i = s.closing(i) + 1
+    elif s.kind(i) in ("word", "number"):
+        i += 1
+    else:
+        return i
+    while True:
+        if s.word(i) in ("(", "["):
+            i = s.closing(i) + 1
+        elif s.word(i) in (".", "->", "::") and s.kind(i + 1) == "word":
+            i += 2
+        elif s.word(i) in ("++", "--"):
+            i += 1
+        else:
+            return i
+
+
+def _thread_edits(s: Source) -> Iterator[tuple[int, int, str]]:
+    for function in s.functions:
+        if not len(function.body):
+            continue
+        bound = []
+        for parameter in function.parameters:
+            words = [s.word(j) for j in parameter]
+            if "thread" in words and ("&" in words or "*" in words):
+                bound += [
+                    w for w in words if w in function.template and words[words.index(w) + 1 :][:1] != ["<"]
+                ]
+        if bound:
+            at = s.tokens[function.body.start - 1].end
+            text = "".join(
+                f'static_assert(lily_strict::plain<{t}>, "lily thread-reference");' for t in set(bound)
+            )
+            yield at, at, text
+
+
+def _memory_edits(s: Source) -> Iterator[tuple[int, int, str]]:
+    known: dict[int, list[str]] = {}
+    for i, token in enumerate(s.tokens):
+        owner = s.owner[i]
+        if token.text != "threadgroup" or owner is None or s.scopes[i] != "kernel":
+            continue
+        name = _variable_name(s, i)
+        if name is None:
+            continue
+        end = s.statement(name).stop
+        if s.word(end) != ";":
+            continue
+        names = [s.word(part.start) for part in s.split(name, end)]
+        depth = sum((s.word(j) == "{") - (s.word(j) == "}") for j in range(owner.body.start, i))
+        outer = known.setdefault(id(owner), [])
+        total = " + ".join(f"sizeof({n})" for n in [*outer, *names])
+        if depth == 0:
+            outer += names
+        at = s.tokens[end].end
+        yield at, at, f' static_assert({total} <= 32768, "lily threadgroup-memory");'
+
+
+def apply(text: str, changes: Sequence[tuple[int, int, str]]) -> str:
+    """``text`` with each (start, end, new) replaced."""
+    parts, position = [], 0
+    for start, end, new in changes:
+        parts += [text[position:start], new]
+        position = end
+    return "".join([*parts, text[position:]])

@@ -1,0 +1,9 @@
+#include <metal_stdlib>
+using namespace metal;
+
+kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  float y = x[i];
+  float& z = y;  // error: address-space
+  z += 1.0f;
+  x[i] = y;
+}

@@ -1,0 +1,7 @@
+#include <metal_stdlib>
+using namespace metal;
+
+kernel void k(const device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  device float* y = x;  // error: compile
+  y[i] = 0.0f;
+}

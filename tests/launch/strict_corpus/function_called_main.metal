@@ -1,0 +1,10 @@
+#include <metal_stdlib>
+using namespace metal;
+
+inline float main(float x) {  // error: main
+  return x;
+}
+
+kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  x[i] = 0.0f;
+}

@@ -1,0 +1,6 @@
+#include <metal_stdlib>
+using namespace metal;
+
+kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  x[i] = simd_reduce_sum(x[i]);  // error: undeclared
+}

@@ -1,0 +1,8 @@
+#include <metal_stdlib>
+using namespace metal;
+
+constexpr int ROWS = 4;  // error: program-scope
+
+kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  x[i] = float(ROWS);
+}
