@@ -288,13 +288,13 @@ class HostKernel:
             first = launch.initial_outputs()
         else:
             library = self._library(variant, "checked" if check else "plain")
-            geometry = grid, threadgroup, order, time_limit
-            first = launch.run(library, *geometry, _POISONS[0], "end")
+            how = grid, threadgroup, order, time_limit, check
+            first = launch.run(library, *how, _POISONS[0], "end")
             if check:
-                second = launch.run(library, *geometry, _POISONS[1], "start")
+                second = launch.run(library, *how, _POISONS[1], "start")
                 launch.compare(first, second)
                 if not all(dtype in _FLOATS for dtype in output_dtypes):
-                    zeroed = launch.run(self._library(variant, "zeroed"), *geometry, _POISONS[0], "end")
+                    zeroed = launch.run(self._library(variant, "zeroed"), *how, _POISONS[0], "end")
                     launch.compare_integers(first, zeroed)
         if (record := _recorder.get()) is not None:
             record.append(_Launch(self.name, self.output_names, tuple(output_dtypes), tuple(first)))
@@ -644,6 +644,7 @@ class _Arguments:
         threadgroup: tuple[int, int, int],
         schedule: tuple[int, int],
         time_limit: float,
+        check: bool,
         poison: tuple[int, int],
         placement: str,
     ) -> list[np.ndarray]:
@@ -651,13 +652,13 @@ class _Arguments:
         worker = thread_worker()
         buffers = self._place(worker, placement)
         try:
-            report = worker.run(library, grid, threadgroup, buffers, schedule, poison, time_limit)
+            report = worker.run(library, grid, threadgroup, buffers, schedule, poison, time_limit, check)
         except WorkerLostError:
             raise KernelCrash("the worker process ended without a report", kernel=self.kernel.name) from None
         if report is not None and report.misaligned and not self.variant.aligned:
             # Vector instructions want multiples of 16 bytes, as every buffer on the GPU has.
             self.variant.aligned = True
-            return self.run(library, grid, threadgroup, schedule, time_limit, poison, placement)
+            return self.run(library, grid, threadgroup, schedule, time_limit, check, poison, placement)
         if report is not None:
             raise self._error(report)
         outputs: list[np.ndarray] = [np.empty(0, np.uint8)] * len(self.output_shapes)

@@ -90,6 +90,32 @@ def test_bad_index_of_a_local_array():
     assert error.thread == (4, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("index", "array", "where"),
+    [
+        ("32", "first", "behind"),
+        ("-1", "first", "before"),
+        ("40", "second", "behind"),
+        ("33", "second", "behind"),
+    ],
+)
+def test_threadgroup_array_through_a_pointer(index, array, where):
+    """The compiler sees no array here: red zones do."""
+    header = "template <typename P>\nvoid put(P p, int k) {\n  p[k] = 1;\n}\n"
+    source = f"""
+uint i = thread_position_in_grid.x;
+threadgroup T first[32];
+threadgroup T second[33];
+first[i % 32] = second[i % 32] = x[i];
+if (i == 7) put((threadgroup T*){array}, {index});
+threadgroup_barrier(mem_flags::mem_threadgroup);
+out[i] = first[i % 32] + second[i % 32];"""
+    error = fails(host.OutOfBounds, source, header=header)
+    assert f"{where} the " in str(error)
+    assert f"'{array}'" in str(error)
+    assert (error.thread, error.line) == ((7, 0, 0), 7)
+
+
 def test_header_lines_have_their_own_file():
     header = "template <typename T>\nT load(const device T* p, uint i) {\n  return p[i + 1];\n}\n"
     error = fails(host.OutOfBounds, f"{INDEX}out[i] = load(x, i);", header=header)

@@ -194,7 +194,7 @@ def test_line_table_follows_the_loc_directives():
         '\t.file\t1 "/folder" "scan.metal"\n\t.file\t2 "scan.h"\nf:\n\t.loc\t1 7 3 prologue_end\n\tnop\n'
         "\t.loc\t2 0 0\n\tnop\n\t.loc\t2 9 1\n\tret\n"
     )
-    table = compiler.add_line_table(assembly)
+    table = compiler.add_tables(assembly)
     assert table.count("lily_code0:") == table.count("lily_code1:") == 1
     assert "lily_code2" not in table
     assert '.asciz "scan.metal"\n\t.asciz "scan.h"' in table

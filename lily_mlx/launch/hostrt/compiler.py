@@ -58,8 +58,8 @@ _KERNEL_FLAGS = (
 )
 _CHECKS = "array-bounds,signed-integer-overflow,unsigned-integer-overflow,integer-divide-by-zero"
 _CHECK_FLAGS = (f"-fsanitize={_CHECKS}", f"-fsanitize-recover={_CHECKS}")
-# The builds of a kernel: plain runs fast, checked finds faults, and zeroed, whose locals start at zero, shows by
-# another result that the checked one used a local that was not set.
+# The builds of a kernel: plain runs fast, checked finds faults, and zeroed, whose locals start at zero, shows
+# by another result that the checked one used a local that was not set.
 BUILDS = {
     "plain": ("-ftrivial-auto-var-init=pattern", "-fwrapv"),
     "checked": ("-ftrivial-auto-var-init=pattern", *_CHECK_FLAGS),
@@ -255,7 +255,7 @@ def kernel_library(prefix: Source, kernel: Source, include_dirs: tuple[Path, ...
         _run([*clang, "-x", "c++", *before, "-S", "kernel.cpp", "-o", "kernel.s"], folder)
         assembly = folder / "kernel.s"
         # Strings in it are bytes: any encoding that keeps them will do.
-        assembly.write_text(add_line_table(assembly.read_text("latin-1")), "latin-1")
+        assembly.write_text(add_tables(assembly.read_text("latin-1")), "latin-1")
         _run([*compiler.command, "-c", "kernel.s", "-o", "kernel.o"], folder)
         _run([*compiler.linker, "kernel.o", "-o", str(target)], folder)
 
@@ -264,37 +264,68 @@ def kernel_library(prefix: Source, kernel: Source, include_dirs: tuple[Path, ...
 
 _FILE = re.compile(r'^\s*\.file\s+(\d+) "((?:[^"\\]|\\.)*)"(?: "((?:[^"\\]|\\.)*)")?', re.M)
 _LOC = re.compile(r"^\s*\.loc\s+(\d+) (\d+)[^\n]*\n|^[^\n]*-- Begin function [^\n]*\n", re.M)
+_SECTION = re.compile(r"^(?=\s*\.(?:section|text|data|bss)\b)", re.M)
+_VARIABLE = re.compile(r"^([^\s:]+):[^\n]*\n\s*\.(?:zero|space)\s+(\d+)[^\n]*\n", re.M)
+RED_ZONE_BYTES = 64  # red_zone_bytes in worker.cpp
 
 
-def add_line_table(assembly: str) -> str:
-    """Append to ``assembly`` a table of (instruction, file, line), made from its ``.loc`` directives.
+def add_tables(assembly: str) -> str:
+    """Append to a kernel's ``assembly`` what the worker needs to know of it.
 
-    The worker reads the table to name the line of a fault. Debug information itself would need a parser per
-    object format, and macOS keeps it out of shared libraries. Each function starts with an entry of line 0,
-    which those without debug information keep.
+    The first table has (instruction, file, line), made from the ``.loc`` directives, to name the line of a
+    fault. Debug information itself would need a parser per object format, and macOS keeps it out of shared
+    libraries. Each function starts with an entry of line 0, which those without debug information keep.
+
+    The second has (address, bytes) of the threadgroup variables, each of which also gets a red zone.
     """
     names = {int(m[1]): m[3] or m[2] for m in _FILE.finditer(assembly)}
     order = {number: i for i, number in enumerate(sorted(names))}
-    prefix = "L" if DARWIN else ".L"
-    rows: list[str] = []
+    local = "L" if DARWIN else ".L"
+    lines: list[str] = []
+    variables: list[tuple[str, str]] = []
 
-    def mark(match: re.Match[str]) -> str:
+    def row(table: str, n: int, target: str, *values: int) -> str:
+        fields = "".join(f"\t.long {value}\n" for value in values)
+        return f"{local}lily_{table}{n}:\n\t.long {target}-{local}lily_{table}{n}\n{fields}"
+
+    def mark_line(match: re.Match[str]) -> str:
         file, line = (order.get(int(match[1])), int(match[2])) if match[1] else (0, 0)
         if file is None or (match[1] and line == 0):  # code of no line belongs to the line before
             return match[0]
-        n = len(rows)
-        rows.append(
-            f"{prefix}lily_row{n}:\n\t.long {prefix}lily_code{n}-{prefix}lily_row{n}\n"
-            f"\t.long {file}\n\t.long {line}\n"
-        )
-        return f"{match[0]}{prefix}lily_code{n}:\n"
+        code = f"{local}lily_code{len(lines)}"
+        lines.append(row("line", len(lines), code, file, line))
+        return f"{match[0]}{code}:\n"
 
-    marked = _LOC.sub(mark, assembly)
-    symbol = "_" if DARWIN else ""
-    section = "\t.section __DATA,__lily_lines\n" if DARWIN else '\t.section .lily_lines,"a",@progbits\n'
-    strings = "".join(f'\t.asciz "{names[number]}"\n' for number in sorted(names)) or '\t.asciz ""\n'
-    return (
-        f"{marked}\n{section}\t.p2align 3\n\t.globl {symbol}lily_lines\n{symbol}lily_lines:\n"
-        f"{''.join(rows)}\t.globl {symbol}lily_lines_end\n{symbol}lily_lines_end:\n\t.long 0\n"
-        f"\t.globl {symbol}lily_files\n{symbol}lily_files:\n{strings}"
+    def mark_variable(match: re.Match[str]) -> str:
+        place = f"{local}lily_variable{len(variables)}"
+        before = "" if variables else f"\t.zero {RED_ZONE_BYTES}\n"
+        variables.append((row("array", len(variables), place, int(match[2])), _local_name(match[1])))
+        return f"{before}{place}:\n{match[0]}\t.zero {RED_ZONE_BYTES}\n"
+
+    marked = "".join(
+        _VARIABLE.sub(mark_variable, part) if "lily_tg" in part.split("\n", 1)[0] else part
+        for part in _SECTION.split(_LOC.sub(mark_line, assembly))
     )
+    files = [names[number] for number in sorted(names)]
+    tables = {
+        "lines": "".join(lines),
+        "lines_end": "",
+        "arrays": "".join(text for text, _ in variables),
+        "arrays_end": "",
+        "files": "".join(f'\t.asciz "{file}"\n' for file in files),
+        "array_names": "".join(f'\t.asciz "{name}"\n' for _, name in variables),
+    }
+    underscore = "_" if DARWIN else ""
+    section = "\t.section __DATA,__lily\n" if DARWIN else '\t.section .lily,"a",@progbits\n'
+    return f"{marked}\n{section}\t.p2align 3\n" + "".join(
+        f"\t.globl {underscore}lily_{name}\n{underscore}lily_{name}:\n{text}" for name, text in tables.items()
+    )
+
+
+def _local_name(symbol: str) -> str:
+    """The name of a local variable from its mangled symbol: ``tile`` from ``_ZZ4scanvE4tile_0``."""
+    for match in re.finditer(r"(?<=E)(\d+)", symbol):
+        name = symbol[match.end() : match.end() + int(match[1])]
+        if re.fullmatch(r"(_\d+|__\d+_)?", symbol[match.end() + int(match[1]) :]) and name:
+            return name
+    return symbol

@@ -30,7 +30,7 @@ PAGE = mmap.PAGESIZE
 CONTROL_BYTES = 65536
 MAX_BUFFERS = 128
 _REQUEST_OFFSET = 4096
-_REQUEST = struct.Struct("<II3I3IIHHQII1024s")
+_REQUEST = struct.Struct("<II3I3IIHHQIII1024s4x")
 _BUFFER = struct.Struct("<QQQQII")
 _REPORT = struct.Struct("<IiI3I3IIIiqIIIII512s512s")
 _LOAD, _RUN = 1, 2
@@ -133,7 +133,7 @@ class Worker:
             self._start()
         if (found := self._loaded.get(library)) is None:
             path = os.fsencode(library)
-            request = _REQUEST.pack(_LOAD, 0, *(0,) * 6, 0, 0, 0, 0, 0, 0, path)
+            request = _REQUEST.pack(_LOAD, *(0,) * 14, path)
             status, fields = self._exchange(request, 60.0)
             if status != b"O":
                 raise BackendUnavailableError(f"cannot load a compiled kernel: {_text(fields[-1])}")
@@ -149,6 +149,7 @@ class Worker:
         schedule: tuple[int, int],
         poison: tuple[int, int],
         time_limit: float,
+        check: bool,
     ) -> Report | None:
         """Run a loaded kernel over the buffers in the arena.
 
@@ -159,6 +160,7 @@ class Worker:
             schedule: as :func:`parse_schedule` gives it.
             poison: the bytes that fill the buffers to be poisoned, and threadgroup memory.
             time_limit: seconds.
+            check: watch the ends of threadgroup variables.
 
         Returns:
             None, or what went wrong.
@@ -178,6 +180,7 @@ class Worker:
             schedule[1],
             limit,
             len(buffers),
+            check,
             b"",
         )
         request = b"".join([_REQUEST.pack(*head), *[_BUFFER.pack(*b) for b in buffers]])

@@ -60,6 +60,7 @@ struct Request {
   u64 seed;
   u32 time_limit_ms;
   u32 buffer_count;
+  u32 check;  // look at red zones whenever a thread gives up the CPU
   char path[1024];
   Buffer buffers[max_buffers];
 };
@@ -89,11 +90,21 @@ static_assert(sizeof(Report) <= request_offset && request_offset + sizeof(Reques
 
 // ----------------------------------------------------------------------------------------------- kernels
 
-struct LineEntry {  // made from the compiler's .loc directives by host.py
+// Both tables are made by add_tables() in compiler.py.
+struct LineEntry {
   int code;         // address of the instruction, relative to this field
   u32 file;
   u32 line;
 };
+
+struct ArrayEntry {  // a threadgroup variable
+  int data;          // relative to this field
+  u32 bytes;
+
+  u8* begin() const { return reinterpret_cast<u8*>(const_cast<int*>(&data)) + data; }
+};
+
+constexpr size red_zone_bytes = 64;  // before the first threadgroup variable and behind each
 
 struct Kernel {
   void (*entry)(void* const* buffers);
@@ -102,6 +113,9 @@ struct Kernel {
   const LineEntry* lines;
   const LineEntry* lines_end;
   const char* files;  // zero-terminated names, in the order of LineEntry::file
+  const ArrayEntry* arrays;
+  const ArrayEntry* arrays_end;
+  const char* array_names;  // as files
   const char* code_begin;
   const char* code_end;
 };
@@ -110,6 +124,11 @@ struct Location {  // file is "" and line 0 where nothing is known
   const char* file;
   int line;
 };
+
+const char* nth_name(const char* names, size n) {
+  while (n--) names += strlen(names) + 1;
+  return names;
+}
 
 // The table's last entry at or before pc. Functions of the simulation start with an entry of line 0.
 Location locate(const Kernel& kernel, const char* pc) {
@@ -121,9 +140,7 @@ Location locate(const Kernel& kernel, const char* pc) {
       if (code <= pc && code >= best) best = code, found = e;
     }
   if (!found || !found->line) return {"", 0};
-  const char* file = kernel.files;
-  for (u32 i = 0; i < found->file; ++i) file += strlen(file) + 1;
-  return {file, static_cast<int>(found->line)};
+  return {nth_name(kernel.files, found->file), static_cast<int>(found->line)};
 }
 
 // ------------------------------------------------------------------------------------------------ fibers
@@ -298,6 +315,23 @@ void set_ready(SimdGroup& g, u32 lanes) {
   if (lanes) ready_places |= 1u << g.place;
 }
 
+// Reports the current thread if a red zone was written since it got the CPU; `line` is where it gives it up.
+void check_red_zones(int line) {
+  for (const ArrayEntry* a = kernel->arrays; a < kernel->arrays_end; ++a) {
+    auto written = [](const u8* zone) {
+      for (size i = 0; i < red_zone_bytes; ++i)
+        if (zone[i] != request->threadgroup_poison) return true;
+      return false;
+    };
+    bool before = a == kernel->arrays && written(a->begin() - red_zone_bytes);
+    if (before || written(a->begin() + a->bytes)) {
+      const char* name = nth_name(kernel->array_names, static_cast<size>(a - kernel->arrays));
+      fail(Kind::out_of_bounds, line, -1, "write %s threadgroup variable '%s', before this line",
+           before ? "before the start of" : "behind the end of", name);
+    }
+  }
+}
+
 // Gives the CPU to the next lane that can run: of this simdgroup while it has one, else of the first
 // simdgroup in order. With none left the threadgroup is done.
 void run_next(SimdGroup& mine, void** save) {
@@ -370,6 +404,7 @@ const void* collective(Op op, int line, const void* mine, size bytes, Combine co
   u32 index = thread_index(), lane = index % simd_width;
   SimdGroup& g = groups[index / simd_width];
   fibers[index].returned = false;
+  if (request->check) check_red_zones(line);
   if (!g.waiting) {
     if (g.ended)
       fail(Kind::divergent_simd, line, -1, "%s in divergent code: lane %u waits, lane %d ran to the kernel's end",
@@ -402,6 +437,7 @@ void barrier(int line) {
   u32 index = thread_index(), lane = index % simd_width;
   SimdGroup& g = groups[index / simd_width];
   fibers[index].returned = false;
+  if (request->check) check_red_zones(line);
   if (g.waiting)
     fail(Kind::divergent_simd, line, -1, "threadgroup_barrier in divergent code: lane %d waits at %s, line %d",
          __builtin_ctz(g.waiting), g.op, g.line);
@@ -431,6 +467,7 @@ const Host host = {&current, &group_info, collective, barrier, returned, fault};
 void leave(Fiber& fiber) {
   u32 index = static_cast<u32>(&fiber - fibers), lane = index % simd_width;
   SimdGroup& g = groups[index / simd_width];
+  if (request->check) check_red_zones(0);
   g.live &= ~(1u << lane);
   --live_threads;
   if (!fiber.returned) {
@@ -717,6 +754,9 @@ bool load_kernel() {
   k.lines = static_cast<const LineEntry*>(symbol("lily_lines"));
   k.lines_end = static_cast<const LineEntry*>(symbol("lily_lines_end"));
   k.files = static_cast<const char*>(symbol("lily_files"));
+  k.arrays = static_cast<const ArrayEntry*>(symbol("lily_arrays"));
+  k.arrays_end = static_cast<const ArrayEntry*>(symbol("lily_arrays_end"));
+  k.array_names = static_cast<const char*>(symbol("lily_array_names"));
   k.code_begin = reinterpret_cast<const char*>(~size(0));
   for (const LineEntry* e = k.lines; e < k.lines_end; ++e) {
     const char* code = reinterpret_cast<const char*>(&e->code) + e->code;
@@ -729,7 +769,7 @@ bool load_kernel() {
     kernels = static_cast<Kernel*>(realloc(kernels, (kernel_count + 64) * sizeof(Kernel)));
   kernels[kernel_count] = k;
   report->kernel = kernel_count++;
-  report->threadgroup_bytes = static_cast<u32>(k.threadgroup_end - k.threadgroup_begin);
+  for (const ArrayEntry* a = k.arrays; a < k.arrays_end; ++a) report->threadgroup_bytes += (a->bytes + 15) / 16 * 16;
   return true;
 }
 
