@@ -35,9 +35,12 @@ Arrays = dict[str, mx.array]
 Arm = Callable[..., tuple[mx.array, mx.array]]
 
 # (lanes, rows, ahead, simdgroups), the most promising first: compiling may use up the budget.
-DECODE_LAYOUTS = [(32, 1, 1, 4), (32, 4, 1, 1), (16, 1, 1, 4), (8, 2, 4, 4)]
+# Layouts that differ in the simdgroups of a threadgroup only share their compiled code.
+DECODE_LAYOUTS = [(32, 1, 1, 4), (32, 1, 1, 8), (32, 4, 1, 1), (16, 1, 1, 4), (8, 2, 4, 4)]
 PREFILL_LAYOUTS = [
     (8, 2, 4, 4),
+    (8, 2, 4, 2),
+    (8, 2, 4, 1),
     (8, 2, 2, 4),
     (8, 1, 2, 4),
     (16, 2, 4, 4),
