@@ -78,7 +78,7 @@ SCHEDULES = ("fifo", "lifo", *(f"random:{seed}" for seed in range(5)))
 
 MAX_THREADS = 1024
 MAX_THREADGROUP_BYTES = 32768
-# Bytes that no memory is likely to hold, of buffers and of threadgroup memory, in the first and in the second
+# Bytes that no memory is likely to hold, of outputs and of other memory, in the first and in the second
 # run of a check. 0xFF is what the compiler gives to uninitialised locals as well: as a float it is a NaN with
 # all bits set, which arithmetic hands on and never makes itself.
 _POISONS = ((0xFF, 0xFF), (0x5A, 0xA5))
@@ -312,6 +312,8 @@ class HostKernel:
         try:
             mx.eval(arrays)
         except ValueError as error:
+            if "transformations" not in str(error):
+                raise
             raise HostKernelError(
                 "the host back-end computes with values, so it cannot run inside mx.compile, mx.vmap or a "
                 "trace; call it outside, or switch compilation off with mx.disable_compile()",
@@ -650,7 +652,7 @@ class _Arguments:
     ) -> list[np.ndarray]:
         """One run with the buffers against the ``end`` or the ``start`` of their pages: output bytes."""
         worker = thread_worker()
-        buffers = self._place(worker, placement)
+        buffers = self._place(worker, placement, poison[1])
         try:
             report = worker.run(library, grid, threadgroup, buffers, schedule, poison, time_limit, check)
         except WorkerLostError:
@@ -661,6 +663,8 @@ class _Arguments:
             return self.run(library, grid, threadgroup, schedule, time_limit, check, poison, placement)
         if report is not None:
             raise self._error(report)
+        if self.variant.aligned:
+            self._check_rest(worker, buffers, poison[1])
         outputs: list[np.ndarray] = [np.empty(0, np.uint8)] * len(self.output_shapes)
         for p, b in zip(self.variant.parameters, buffers, strict=True):
             if p.source == "output":
@@ -668,7 +672,7 @@ class _Arguments:
                 outputs[p.number] = worker.arena[start : start + b.data_bytes].copy()
         return outputs
 
-    def _place(self, worker: Worker, placement: str) -> list[BufferSpec]:
+    def _place(self, worker: Worker, placement: str, poison: int) -> list[BufferSpec]:
         buffers: list[BufferSpec] = []
         offset = CONTROL_BYTES
         for p, value in zip(self.variant.parameters, self.values, strict=True):
@@ -686,7 +690,25 @@ class _Arguments:
             if not isinstance(value, int):
                 at = b.file_offset + b.data_offset
                 worker.arena[at : at + b.data_bytes] = value
+            if self.variant.aligned:
+                _rest(worker, b)[:] = poison
         return buffers
+
+    def _check_rest(self, worker: Worker, buffers: list[BufferSpec], poison: int) -> None:
+        """Raise if bytes were written between the end of a buffer and the end of its last page.
+
+        Only buffers at multiples of 16 bytes leave room there.
+        """
+        for p, b, item in zip(self.variant.parameters, buffers, self.item_bytes, strict=True):
+            written = _rest(worker, b) != poison
+            if written.any():
+                element = (b.data_bytes + int(written.argmax())) // item
+                raise OutOfBounds(
+                    f"write of element {element} of {p.name!r}, which has {b.data_bytes // item}",
+                    kernel=self.kernel.name,
+                    buffer=p.name,
+                    element=element,
+                )
 
     def _error(self, report: Report) -> HostKernelError:
         reason, buffer, element = report.message, None, None
@@ -774,6 +796,11 @@ def _evaluated(array: mx.array) -> mx.array:
 def _view(array: Any) -> memoryview:
     """An evaluated array's memory; MLX's type stubs do not say that arrays are buffers."""
     return memoryview(array)
+
+
+def _rest(worker: Worker, b: BufferSpec) -> np.ndarray:
+    """The bytes of a buffer's mapping behind its data."""
+    return worker.arena[b.file_offset + b.data_offset + b.data_bytes : b.file_offset + b.map_bytes]
 
 
 def _memory(array: mx.array) -> np.ndarray:

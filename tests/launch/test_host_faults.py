@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import mlx.core as mx
 import pytest
 
@@ -67,6 +69,29 @@ def test_far_out_of_bounds_names_the_buffer(offset):
 def test_wrapped_unsigned_index():
     error = fails(host.OutOfBounds, f"{INDEX}out[i] = x[i - 1u];")
     assert (error.buffer, error.element) == ("x", 2**32 - 1)
+
+
+def test_one_element_too_far_beside_vector_loads():
+    """21 floats cannot lie at a multiple of 16 bytes and end at a page: the rest of the page is watched."""
+    vectors = "((device float4*)out)[i] = ((const device float4*)x)[i];\nif (i == 0) out[20] = x[20];\n"
+    x = mx.arange(21).astype(mx.float32)
+    assert launch(INDEX + vectors, x=x, grid=5, shape=(21,)).tolist() == list(range(21))
+    error = fails(host.OutOfBounds, f"{INDEX}{vectors}if (i == 4) out[21] = 0;", x=x, grid=5, shape=(21,))
+    assert (error.buffer, error.element) == ("out", 21)
+    error = fails(
+        host.UninitializedRead, f"{INDEX}{vectors}if (i == 4) out[19] = x[21];", x=x, grid=5, shape=(21,)
+    )
+    assert (error.buffer, error.element) == ("out", 19)
+
+
+def test_misaligned_vector_access():
+    """The GPU would read from another address: no placement of the buffers makes it right."""
+    body = "((device float4*)(out + 1))[0] = ((const device float4*)x)[i % 4];"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("only x86 notices")
+    error = fails(host.KernelCrash, f"{INDEX}{body}", check=False)
+    assert error.line == 2
+    assert "multiple" in str(error)
 
 
 def test_write_to_an_input():

@@ -707,11 +707,20 @@ void on_fault(int number, siginfo_t* info, void* context) {
       } else if (address >= guard && address < guard + stack_guard_bytes) {
         what = "the thread's stack overflowed";
       } else {
-        what = "access to memory that no buffer owns";
+        what = report->misaligned ? "a vector access at an address that is no multiple of its size"
+                                  : "access to memory that no buffer owns";
       }
     }
   }
   copy_text(report->message, sizeof report->message, what);
+  if (report->misaligned) {
+    // Harmless, so no reason to die: leave the handler for the loop, with the signals as they were.
+    report->died = 0;
+    sigprocmask(SIG_SETMASK, &static_cast<ucontext_t*>(context)->uc_sigmask, nullptr);
+    failed = true;
+    void* dropped;
+    lily_switch(&dropped, main_sp);
+  }
   reply('D');
   _exit(1);
 }
