@@ -391,6 +391,32 @@ _NEWER: dict[str, tuple[tuple[str, ...], Version]] = {
     "matmul2d_descriptor": ((), (4, 0)),
     "mpp": (("::",), (4, 0)),
 }
+# What gives a value to a kernel's parameter.
+_INPUT_ATTRIBUTES = frozenset(
+    {
+        "dispatch_quadgroups_per_threadgroup",
+        "dispatch_simdgroups_per_threadgroup",
+        "dispatch_threads_per_threadgroup",
+        "grid_origin",
+        "grid_size",
+        "quadgroup_index_in_threadgroup",
+        "quadgroups_per_threadgroup",
+        "simdgroup_index_in_threadgroup",
+        "simdgroups_per_threadgroup",
+        "stage_in",
+        "thread_execution_width",
+        "thread_index_in_quadgroup",
+        "thread_index_in_simdgroup",
+        "thread_index_in_threadgroup",
+        "thread_position_in_grid",
+        "thread_position_in_threadgroup",
+        "threadgroup_position_in_grid",
+        "threadgroups_per_grid",
+        "threads_per_grid",
+        "threads_per_simdgroup",
+        "threads_per_threadgroup",
+    }
+)
 _NEWER_HEADERS: dict[str, Version] = {
     "metal_logging": (3, 2),
     "metal_tensor": (4, 0),
@@ -488,6 +514,14 @@ def _words(s: Source, version: Version) -> Iterator[Finding]:
             token.kind == "number" and re.search(r"ll$|ll[uU]$", text, re.IGNORECASE) and "x" not in text[2:]
         ):
             yield i, "long-long", f"{text!r} is a long long, which Metal does not have"
+        elif (
+            token.kind == "number"
+            and re.fullmatch(r"[\d.]+(?:e[+-]?\d+)?l", text, re.IGNORECASE)
+            and _is_real(text)
+        ):
+            yield i, "double", f"{text!r} is a long double, which Metal does not have"
+        elif text == "noexcept" and after == "(" and s.kind(i - 1) == "mark" and s.word(i - 1) != ")":
+            yield i, "exceptions", "the operator 'noexcept' is not supported in Metal"
         elif text == "std" and after == "::":
             yield i, "std-namespace", "the C++ standard library does not exist in Metal"
         elif (
@@ -503,6 +537,10 @@ def _words(s: Source, version: Version) -> Iterator[Finding]:
             before = {s.word(j) for j in range(max(0, i - 4), i)}
             if "threadgroup" in before:
                 yield i, "atomic-float", "an atomic float cannot be in threadgroup memory"
+
+
+def _is_real(number: str) -> bool:
+    return "." in number or "e" in number.lower()
 
 
 def _in_metal(s: Source, i: int) -> bool:
@@ -774,14 +812,11 @@ def _kernel_parameter(s: Source, parameter: range) -> Iterator[Finding]:
             message = "a kernel's buffer is in the device, constant or threadgroup address space"
             yield parameter.start, "address-space", message
         return
-    attributes = [a for j in parameter for a in s.attributes.get(j, ())]
+    attributes = {a.split()[0] for j in parameter for a, _ in s.attributes.get(j, ())}
     types = [w for w in words[:-1] if w not in _QUALIFIERS and w not in SPACES]
-    if not attributes and len(types) == 1 and _VALUE.fullmatch(types[0]):
-        yield (
-            parameter.start,
-            "attribute",
-            f"'{name}' is passed by value and has no attribute that says what it is",
-        )
+    if len(types) == 1 and _VALUE.fullmatch(types[0]) and not attributes & _INPUT_ATTRIBUTES:
+        has = f"the unknown attribute '{min(attributes)}'" if attributes else "no attribute"
+        yield parameter.start, "attribute", f"'{name}' is passed by value and has {has} to say what it is"
 
 
 def _recursion(s: Source) -> Iterator[Finding]:
