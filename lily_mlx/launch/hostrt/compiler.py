@@ -248,11 +248,12 @@ def kernel_library(prefix: Source, kernel: Source, include_dirs: tuple[Path, ...
         _run([*clang, "-x", "c++-header", str(source), "-o", str(target)], folder)
 
     def make(folder: Path, target: Path) -> None:
-        header = _cached(f"prefix\n{key}", ".pch", precompile)
+        # Clang wants the very files that it precompiled, by date, not only the same text.
+        files = [file for path in (RUNTIME_DIR, *include_dirs) for file in sorted(path.rglob("*"))]
+        dates = [file.stat().st_mtime_ns for file in files if file.suffix in ("", ".h") and file.is_file()]
+        header = _cached(f"prefix\n{dates}\n{key}", ".pch", precompile)
         (folder / "kernel.cpp").write_text(kernel.text(), "utf-8")
-        # The key vouches for the header; clang would compare the dates of its files.
-        before = ["-include-pch", str(header), "-Xclang", "-fno-validate-pch"]
-        _run([*clang, "-x", "c++", *before, "-S", "kernel.cpp", "-o", "kernel.s"], folder)
+        _run([*clang, "-x", "c++", "-include-pch", str(header), "-S", "kernel.cpp", "-o", "kernel.s"], folder)
         assembly = folder / "kernel.s"
         # Strings in it are bytes: any encoding that keeps them will do.
         assembly.write_text(add_tables(assembly.read_text("latin-1")), "latin-1")
