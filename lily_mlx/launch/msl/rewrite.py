@@ -40,7 +40,7 @@ _TOKEN = re.compile(
 _SHORT_LITERAL = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)([hH]|bf|BF)")
 _PLAIN_REAL = re.compile(r"(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?|0[xX].*[pP][+-]?\d+")
 _SWIZZLE = re.compile(r"[xyzw]{2,4}|[rgba]{2,4}")
-_MACRO = re.compile(r"[A-Z]+_[A-Z_]+")
+_MACRO = re.compile(r"[A-Z]{2,}_[A-Z_]{2,}")
 _LANE = {letter: i for letters in ("xyzw", "rgba") for i, letter in enumerate(letters)}
 _ASSIGNMENTS = frozenset(("=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>="))
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
@@ -50,6 +50,10 @@ _QUALIFIERS = frozenset(
 _BUILTIN_TYPES = frozenset(
     ("unsigned", "signed", "void", "bool", "char", "short", "int", "long", "float", "half", "bfloat", "auto")
 )
+_SCALARS = _BUILTIN_TYPES - {"auto"} | {
+    *("uchar", "ushort", "uint", "ulong", "size_t", "ptrdiff_t"),
+    *(f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+}
 # What begins a member that is not data.
 _NO_DATA = frozenset(
     ("using", "typedef", "static", "friend", "enum", "template", "static_assert", "constexpr", "inline")
@@ -61,6 +65,8 @@ class _Token:
     kind: str
     text: str
     directive: bool  # part of a preprocessor directive
+    before: str = ""  # what a pass puts around it
+    after: str = ""
 
 
 def translate(source: str, *, mode: Mode = "host") -> str:
@@ -76,9 +82,10 @@ def translate(source: str, *, mode: Mode = "host") -> str:
         _collapse_overloads(tokens)
     else:
         _qualify_classes(tokens)
+        _decay_operands(tokens)
     _place_variables(tokens, mode)
     _rewrite_words(tokens, mode)
-    return "".join(token.text for token in tokens)
+    return "".join(token.before + token.text + token.after for token in tokens)
 
 
 def function_constants(values: Mapping[int, bool | int | float]) -> str:
@@ -187,13 +194,29 @@ class _Code:
                 return i
         return i
 
+    def operand_end(self, i: int) -> int:
+        """Position of what ends the operand of a conditional operator that starts at i."""
+        nested = 0
+        while i < len(self):
+            text = self.text(i)
+            if text in _CLOSING:
+                i = self.closing(i)
+            elif text == "?":
+                nested += 1
+            elif text == ":" and nested:
+                nested -= 1
+            elif text in (":", ";", ",", ")", "]", "}"):
+                return i
+            i += 1
+        return i
+
     def blank(self, first: int, last: int) -> None:
         """Remove the tokens from first to last; the lines they span remain."""
         for token in self.tokens[first : last + 1]:
             token.text = ""
 
     def brackets(self) -> Iterator[tuple[int, str]]:
-        """Every token with its innermost open bracket; "class" for the brace of a class, "" at the top.
+        """Every token with its innermost open bracket, "class" or "namespace" for such a brace, "" outside.
 
         A preprocessor directive is a text of its own: what it opens does not reach outside.
         """
@@ -206,19 +229,34 @@ class _Code:
                 stack = []
             yield i, stack[-1] if stack else ""
             if token.text == "{":
-                stack.append("class" if self.class_name(i) else "{")
+                stack.append(self._brace(i))
             elif token.text in ("(", "["):
                 stack.append(token.text)
             elif token.text in (")", "]", "}") and stack:
                 stack.pop()
 
+    def _brace(self, i: int) -> str:
+        if self.class_name(i) is not None:
+            return "class"
+        i -= 1
+        while self.text(i) == "::" or (self.is_word(i) and self.text(i) != "namespace"):
+            i -= 1
+        return "namespace" if self.text(i) == "namespace" or self.text(i)[:1] == '"' else "{"
+
     def class_name(self, i: int) -> int | None:
         """Position of the name of the class whose members the brace at i opens; None for another brace."""
         i -= 1
-        while i >= 0 and self.text(i) not in (";", "{", "}", ")", "="):
-            if self.text(i) in ("struct", "class") and self.is_word(i + 1):
+        while i >= 0 and self.text(i) not in (";", "{", "}", "="):
+            if self.text(i) == ")":
+                i = self.opening(i)
+                if self.text(i - 1) != "alignas":
+                    return None
+            if self.text(i) in ("struct", "class"):
+                i += 1
+                while self.text(i) == "alignas":
+                    i = self.closing(i + 1) + 1
                 # Not the one of a template parameter.
-                return None if self.text(i + 2) in (",", ">") else i + 1
+                return i if self.is_word(i) and self.text(i + 1) not in (",", ">") else None
             i -= 1
         return None
 
@@ -399,13 +437,24 @@ def _qualify_classes(tokens: list[_Token]) -> None:
     in the headers declare the other copies, and a member becomes one with an explicit object parameter.
     """
     code = _Code(tokens)
-    classes = [(i, name) for i, _ in code.brackets() if code.text(i) == "{" and (name := code.class_name(i))]
-    macros = [_qualify_members(code, i, code.text(name)) for i, name in classes]
-    for (i, _), macro in zip(classes, macros, strict=True):
-        code.tokens[i].text = f"{{{macro}"
+    edits: list[tuple[int, str]] = []  # applied at the end: class_name() reads the tokens
+    for i, inside in code.brackets():
+        if code.text(i) != "{":
+            continue
+        is_local = inside == "{"
+        if position := code.class_name(i):
+            name = code.text(position)
+        elif code.text(i - 1) == "struct" and code.text(i - 2) == "typedef":
+            name = f"lily_unnamed_{i}"
+            edits.append((i - 1, f"struct {name}"))
+        else:
+            continue
+        edits.append((i, "{" + _qualify_members(code, i, name, is_local)))
+    for i, text in edits:
+        code.tokens[i].text = text
 
 
-def _qualify_members(code: _Code, opening: int, name: str) -> str:
+def _qualify_members(code: _Code, opening: int, name: str, is_local: bool) -> str:
     """Rewrite the members of a class; what its body is to begin with."""
     has_data = has_constructor = False
     i, end = opening + 1, code.closing(opening)
@@ -434,7 +483,28 @@ def _qualify_members(code: _Code, opening: int, name: str) -> str:
         i = last + 1
     if not has_data:
         return ""
-    return f" LILY_{'CLASS' if has_constructor else 'AGGREGATE'}({name})"
+    kind = "LOCAL_CLASS" if is_local else "CLASS" if has_constructor else "AGGREGATE"
+    return f" LILY_{kind}({name})"
+
+
+def _decay_operands(tokens: list[_Token]) -> None:
+    """Let the operands of ?: be values where they are objects in different address spaces.
+
+    `lily::decay{}, x` copies a class object out of its address space and leaves everything else as it is.
+    """
+    code = _Code(tokens)
+    for i, token in enumerate(code.tokens):
+        if token.text != "?" or token.directive:
+            continue
+        colon = code.operand_end(i + 1)
+        if code.text(colon) != ":":
+            continue
+        last = code.operand_end(colon + 1) - 1
+        for first, end in ((i + 1, colon - 1), (colon + 1, last)):
+            # A > may end a template list that the operand is the last argument of.
+            if not any(code.text(j).startswith(">") for j in range(first, end + 1)):
+                code.tokens[first].before += "(lily::decay{}, "
+                code.tokens[end].after += ")"
 
 
 # -- variables in an address space --------------------------------------------------------------------------
@@ -464,8 +534,11 @@ def _place_variables(tokens: list[_Token], mode: Mode) -> None:
             start -= 1
         specifiers = {code.text(j) for j in range(start, name)}
         if space == "constant":
-            # A class has no constructor for an address space: in strict mode only arrays keep theirs.
-            kept = "LILY_AS_constant " if mode == "strict" and is_array else ""
+            # A class has no constructor for an address space: in strict mode it keeps none.
+            is_scalar = is_array or all(
+                code.text(j) in _QUALIFIERS | SPACES | _SCALARS for j in range(i + 1, name)
+            )
+            kept = "LILY_AS_constant " if mode == "strict" and is_scalar else ""
             edits.append((i, kept + ("" if specifiers & {"const", "constexpr"} else "const")))
         elif space == "threadgroup" and mode == "host":
             edits.append((i, ("" if "static" in specifiers else "static ") + "LILY_RT_THREADGROUP"))

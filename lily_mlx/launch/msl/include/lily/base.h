@@ -153,6 +153,14 @@ extern "C" __attribute__((weak, visibility("hidden"))) bfloat __truncsfbf2(float
   template <typename Self>                        \
     requires(lily::Elsewhere<Self, X>)            \
   void operator=(this Self&, X);
+// A class inside a function has no member templates, and stays an aggregate: assignments only.
+#define LILY_LOCAL_CLASS(X)                          \
+  X& operator=(const X&) = default;                  \
+  X& operator=(const LILY_AS_device X&);             \
+  X& operator=(const LILY_AS_constant X&);           \
+  X& operator=(const LILY_AS_threadgroup X&);        \
+  void operator=(this LILY_AS_device X&, X);         \
+  void operator=(this LILY_AS_threadgroup X&, X);
 // With these an aggregate is none any more, so a constructor takes its initialisers.
 #define LILY_AGGREGATE(X)                         \
   X() = default;                                  \
@@ -358,6 +366,19 @@ LILY_RT_INLINE constexpr T make(A&&... a) {
 struct anywhere {
   template <typename T>
   operator T&() const;
+};
+// `decay{}, x` is x, or a copy of it if it is an object of class type in a named address space.
+struct decay {
+  template <typename T>
+  constexpr decltype(auto) operator,(T&& x) const {
+    if constexpr (__is_class(plain<T>) && !__is_same(__remove_cv(__remove_reference_t(T)), plain<T>)) {
+      return plain<T>(x);
+    } else if constexpr (__is_lvalue_reference(T)) {
+      return x;
+    } else {
+      return T(static_cast<T&&>(x));
+    }
+  }
 };
 // T is the class X in an address space.
 template <typename T, typename X>
