@@ -179,18 +179,21 @@ def check_file(path: Path | str, *, metal: str | None = None) -> list[Diagnostic
 
 def check_kernels() -> list[Diagnostic]:
     """Check every kernel of Lily, in every variant that its declaration names."""
-    found: set[Diagnostic] = set()
+    return sorted(
+        {d for stem, header, body, call in _kernel_calls() for d in check(stem, body, header, **call)}
+    )
+
+
+def _kernel_calls() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """(stem, header, body, signature) of each variant of Lily's kernels."""
     for each in kernel.all_kernels():
         header, body = source.assemble(each, "metal")
         for variant in each.variants:
-            signature = each.example(variant)
-            names = {
-                "input_names": [buffer.name for buffer in each.inputs],
-                "output_names": [buffer.name for buffer in each.outputs],
-            }
-            signature["template"] = list(signature["template"].items())
-            found.update(check(each.stem, body, header, **names, **signature))
-    return sorted(found)
+            call = each.example(variant)
+            call["template"] = list(call["template"].items())
+            call["input_names"] = [buffer.name for buffer in each.inputs]
+            call["output_names"] = [buffer.name for buffer in each.outputs]
+            yield each.stem, header, body, call
 
 
 def check_tree(path: Path | str) -> list[Diagnostic]:
@@ -447,14 +450,8 @@ def _complete_sources(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(name, text) of all sources that :func:`main_check` checks."""
     for path in map(Path, paths or [str(source.KERNELS)]):
         if path.is_dir() and path.resolve() == source.KERNELS.resolve():
-            for each in kernel.all_kernels():
-                header, body = source.assemble(each, "metal")
-                for variant in each.variants:
-                    signature = each.example(variant)
-                    signature["template"] = list(signature["template"].items())
-                    signature["input_names"] = [buffer.name for buffer in each.inputs]
-                    signature["output_names"] = [buffer.name for buffer in each.outputs]
-                    yield each.stem, _complete(each.stem, body, header, signature)
+            for stem, header, body, call in _kernel_calls():
+                yield stem, _complete(stem, body, header, call)
         else:
             for file in sorted(path.rglob("*.metal")) if path.is_dir() else [path]:
                 yield str(file), file.read_text()
