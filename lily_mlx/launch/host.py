@@ -842,8 +842,8 @@ def check_schedules(call: Callable[..., Any], schedules: Sequence[str] = SCHEDUL
     """Run ``call`` once per schedule and compare the outputs of every host kernel it launches, bit by bit.
 
     Args:
-        call: called with the schedule if it takes an argument, else without; kernels that it calls without
-            ``schedule`` follow the schedule either way.
+        call: called with the schedule if it requires an argument or takes ``schedule``, else without; kernels
+            that it calls without ``schedule`` follow the schedule either way.
         schedules: at least one; the first is what the others are compared with.
 
     Returns:
@@ -852,18 +852,28 @@ def check_schedules(call: Callable[..., Any], schedules: Sequence[str] = SCHEDUL
     Raises:
         ScheduleDependence: an output differs. It names the kernel, the buffer and the element.
     """
-    takes_schedule = bool(inspect.signature(call).parameters)
+    run = _with_schedule(call)
     expected: list[_Launch] = []
     result: Any = None
     for n, schedule in enumerate(schedules):
         with _recording(schedule) as record:
-            value = call(schedule) if takes_schedule else call()
+            value = run(schedule)
         if n == 0:
             expected, result = record, value
             continue
         for before, after in zip(expected, record, strict=True):
             _compare_schedules(before, after, schedules[0], schedule)
     return result
+
+
+def _with_schedule(call: Callable[..., Any]) -> Callable[[str], Any]:
+    """``call`` as a function of the schedule, which it may take by name, by position or not at all."""
+    parameters = inspect.signature(call).parameters.values()
+    if any(p.name == "schedule" or p.kind is p.VAR_KEYWORD for p in parameters):
+        return lambda schedule: call(schedule=schedule)
+    if any(p.kind is not p.VAR_POSITIONAL and p.default is p.empty for p in parameters):
+        return call
+    return lambda schedule: call()
 
 
 def _compare_schedules(before: _Launch, after: _Launch, one: str, other: str) -> None:

@@ -251,9 +251,22 @@ def test_race_between_threadgroups():
         race(f"{INDEX}out[i] = 0;\nout[0] = T(i);", threadgroup=32)
 
 
-def test_check_schedules_without_argument():
+RACE = f"{INDEX}out[i] = 0;\nout[0] = T(i);"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: launch(RACE),
+        lambda s: launch(RACE, schedule=s),
+        lambda schedule: launch(RACE, schedule=schedule),
+        lambda **options: launch(RACE, **options),
+        lambda source=RACE: launch(source),
+    ],
+)
+def test_check_schedules_takes_any_call(call):
     with pytest.raises(host.ScheduleDependence):
-        host.check_schedules(lambda: launch(f"{INDEX}out[i] = 0;\nout[0] = T(i);"))
+        host.check_schedules(call)
 
 
 # ------------------------------------------------------------------------------ divergent operations
@@ -362,6 +375,17 @@ def test_endless_recursion():
 """
     error = fails(host.KernelCrash, f"{INDEX}out[i] = deep(int(i));", header=header)
     assert error.file == "planted.h"
+
+
+def test_a_frame_larger_than_the_stack():
+    header = """inline int wide(int n) {
+  volatile int a[100000];
+  a[n % 100000] = n;
+  return a[(n * 7) % 100000];
+}
+"""
+    error = fails(host.KernelCrash, f"{INDEX}out[i] = wide(int(i));", header=header)
+    assert "stack" in str(error)
 
 
 def test_wild_writes_do_not_reach_the_interpreter():

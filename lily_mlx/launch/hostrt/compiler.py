@@ -42,6 +42,7 @@ _KERNEL_FLAGS = (
     "-fno-strict-aliasing",
     "-fno-delete-null-pointer-checks",  # so that an access through null happens, and is seen
     "-fno-finite-loops",  # a kernel's endless loop must stay one
+    "-fstack-clash-protection",  # no frame may reach over the page that guards a fiber's stack
     "-ffp-contract=on",
     "-gline-tables-only",
     "-gdwarf-4",

@@ -252,8 +252,7 @@ void copy_text(char* to, size room, const char* from) {
 }
 
 void report_thread() {
-  report->has_thread = current != nullptr;
-  if (!current) return;
+  report->has_thread = 1;
   report->thread_position_in_grid = current->thread_position_in_grid;
   report->threadgroup_position_in_grid = group_info.threadgroup_position_in_grid;
   report->thread_index_in_simdgroup = current->thread_index_in_simdgroup;
@@ -784,7 +783,7 @@ bool load_kernel() {
 
 char run_kernel() {
   kernel = &kernels[request->kernel];
-  current = nullptr;
+  current = &fibers[0].info;
   failed = false;
   if (!map_buffers()) {
     snprintf(report->message, sizeof report->message, "cannot map the buffers: %s", strerror(errno));
