@@ -6,10 +6,12 @@ builds it in thread memory, which only the host accepts in place of constant mem
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from lily_mlx.launch import host
@@ -278,7 +280,8 @@ def test_sdpa_vector_in_two_passes() -> None:
     )
     (out,) = run(
         ["sdpa_vector.h"],
-        "sdpa_vector_2pass_2<bfloat16_t, 64>(partial, sums, maxs, out, n, tid, threadgroups_per_grid, sg, lane);",
+        """uint3 groups = threadgroups_per_grid;
+        sdpa_vector_2pass_2<bfloat16_t, 64>(partial, sums, maxs, out, n, tid, groups, sg, lane);""",
         {"partial": partial, "sums": sums, "maxs": maxs, "n": blocks},
         {"out": (q.shape, mx.bfloat16)},
         threadgroups=(Hq, 1, 1),
@@ -372,3 +375,295 @@ def test_thin_gemm_on_tensors() -> None:
         threads=(128, 1, 1),
     )
     agree(d, a.astype(mx.float32) @ b.astype(mx.float32).T)
+
+
+# ---------------------------------------------------------------------------------- gated delta, in chunks
+
+# kernel: headers, rows of the value dimension per simdgroup
+DELTA = {
+    "gated_delta_fused_chunk<bfloat16_t, 64, 32, 1, 2, 8>": ("gated_delta_update.h", 8),
+    "gated_delta_seq<bfloat16_t, 64, 32, 1, 2, 64>": ("gated_delta_update.h", 1),
+    "gated_delta_fused_nax<bfloat16_t, 64, 32, 1, 2, 16, 64>": ("gated_delta_update_nax.h", 16),
+}
+
+
+@pytest.mark.parametrize("call", DELTA)
+def test_gated_delta(call: str) -> None:
+    T, Hk, Hv, Dk, Dv = 21, 1, 2, 64, 32  # T leaves a remainder of every chunk
+    q, k = (normal(T, Hk, Dk, seed=s, scale=Dk**-0.5, dtype=mx.bfloat16) for s in (1, 2))
+    v = normal(T, Hv, Dv, seed=3, dtype=mx.bfloat16)
+    g = mx.random.uniform(0.5, 1.0, (T, Hv), key=mx.random.key(4)).astype(mx.bfloat16)
+    beta = mx.random.uniform(0.0, 1.0, (T, Hv), key=mx.random.key(5)).astype(mx.bfloat16)
+    state = normal(Hv, Dv, Dk, seed=6)
+    header, rows = DELTA[call]
+    last = {"gated_delta_s": "nullptr, ", "gated_delta_fused_n": "nullptr, mats, deltas, "}
+    extra = next((text for start, text in last.items() if call.startswith(start)), "")
+    chunks = (T + 15) // 16
+    y, new, *_ = run(
+        [header],
+        f"""uint3 position = thread_position_in_grid;
+        {call}(q, k, v, state, g, beta, y, new_state, T, {extra}position, lid, lane);""",
+        {"q": q, "k": k, "v": v, "state": state, "g": g, "beta": beta, "T": T},
+        {
+            "y": (v.shape, mx.bfloat16),
+            "new_state": (state.shape, mx.float32),
+            "mats": ((Hv, chunks, 3, 256), mx.float32),
+            "deltas": ((Hv, chunks, 16, Dv), mx.float32),
+        },
+        threadgroups=(1, Dv // rows // 2, Hv),
+        threads=(32, 2, 1),
+        init_value=0,
+    )
+    q, k = (mx.repeat(x.astype(mx.float32), Hv // Hk, 1) for x in (q, k))
+    v, g, beta = (x.astype(mx.float32) for x in (v, g, beta))
+    outputs = []
+    for t in range(T):
+        state = state * g[t, :, None, None]
+        delta = (v[t] - (state * k[t, :, None]).sum(-1)) * beta[t, :, None]
+        state = state + delta[..., None] * k[t, :, None]
+        outputs.append((state * q[t, :, None]).sum(-1))
+    agree(y, mx.stack(outputs))
+    agree(new, state, 3)  # the chunked forms go through logarithms of the gates
+
+
+# ------------------------------------------------------------------------------------ rows, scans and sorts
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_softmax(looped: bool) -> None:
+    rows, n = 3, 1000
+    x = normal(rows, n, seed=1, scale=3, dtype=mx.bfloat16)
+    call = (
+        "softmax_looped<bfloat16_t, float>(x, y, n, tid.x, lid.x, threads_per_threadgroup.x, lane, sg);"
+        if looped
+        else "softmax_single_row<bfloat16_t, float>(x, y, n, tid.x, lid.x, lane, sg);"
+    )
+    (y,) = run(
+        ["softmax.h"],
+        call,
+        {"x": x, "n": n},
+        {"y": ((rows, n), mx.bfloat16)},
+        threadgroups=(rows, 1, 1),
+        threads=(1024 if looped else 256, 1, 1),
+    )
+    agree(y, mx.softmax(x.astype(mx.float32), -1))
+
+
+def test_logsumexp() -> None:
+    rows, n = 3, 1000
+    x = normal(rows, n, seed=1, scale=3)
+    (y,) = run(
+        ["logsumexp.h"],
+        "logsumexp<float>(x, y, n, tid.x, lid.x, lane, sg);",
+        {"x": x, "n": n},
+        {"y": ((rows,), mx.float32)},
+        threadgroups=(rows, 1, 1),
+        threads=(256, 1, 1),
+    )
+    agree(y, mx.logsumexp(x, -1))
+
+
+REDUCE = ["atomic.h", "reduction/ops.h", "reduction/reduce_row.h"]
+
+
+@pytest.mark.parametrize(
+    ("T", "op", "want"),
+    [("float", "Sum", mx.sum), ("int32_t", "Max", mx.max), ("complex64_t", "Sum", mx.sum)],
+)
+def test_row_reduction(T: str, op: str, want: Any) -> None:
+    rows, n = 5, 150
+    x = normal(rows, n, seed=1)
+    if T == "int32_t":
+        x = mx.random.randint(-1000, 1000, (rows, n), key=mx.random.key(1)).astype(mx.int32)
+    elif T == "complex64_t":
+        x = x + 1j * normal(rows, n, seed=2)
+    (y,) = run(
+        REDUCE,
+        f"""row_reduce_simple<{T}, {T}, {op}<{T}>>(x, y, n, rows, tid, threadgroups_per_grid, lid,
+            threads_per_threadgroup, lane, simdgroups_per_threadgroup, sg);""",
+        {"x": x, "n": mx.array(n, mx.uint64), "rows": mx.array(rows, mx.int64)},
+        {"y": ((rows,), x.dtype)},
+        threadgroups=(1, 2, 1),  # four rows a threadgroup; the last one moves back inside
+        threads=(64, 1, 1),
+    )
+    if T == "int32_t":
+        assert mx.array_equal(y, want(x, -1))
+    else:
+        agree(y, want(x, -1))
+
+
+@pytest.mark.parametrize("inclusive", [True, False])
+def test_scan(inclusive: bool) -> None:
+    rows, n = 2, 300
+    x = mx.random.randint(-9, 9, (rows, n), key=mx.random.key(1)).astype(mx.int32)
+    (y,) = run(
+        ["binary_ops.h", "scan.h"],
+        f"""contiguous_scan<int, int, CumSum<int>, 4, {str(inclusive).lower()}, false>(
+            x, y, n, tid, threadgroups_per_grid, lid, threads_per_threadgroup, lane, sg);""",
+        {"x": x, "n": mx.array(n, mx.uint64)},
+        {"y": ((rows, n), mx.int32)},
+        threadgroups=(1, rows, 1),
+        threads=(64, 1, 1),
+    )
+    assert mx.array_equal(y, mx.cumsum(x, -1, inclusive=inclusive))
+
+
+def test_sort() -> None:
+    rows, n = 2, 200
+    x = normal(rows, n, seed=1)
+    (y,) = run(
+        ["sort.h"],
+        "block_sort<float, uint, true, 64, 4>(x, y, n, one, one, n, n, tid, lid);",
+        {"x": x, "n": n, "one": 1},
+        {"y": ((rows, n), mx.uint32)},
+        threadgroups=(1, rows, 1),
+        threads=(64, 1, 1),
+    )
+    assert mx.array_equal(y, mx.argsort(x, -1))
+
+
+def test_gemv() -> None:
+    M, K = 40, 300
+    a, x = normal(M, K, seed=1, dtype=mx.float16), normal(K, seed=2, dtype=mx.float16)
+    (y,) = run(
+        ["gemv.h"],
+        """gemv<half, 8, 1, 1, 32, 4, 4, false, false>(a, x, x, y, K, M, K, one, one, zero, nullptr,
+            &none, &none, &none, zero, tid, lid, sg, lane);""",
+        {
+            "a": a,
+            "x": x,
+            "K": K,
+            "M": M,
+            "one": mx.array(1.0),
+            "zero": 0,
+            "none": mx.array(0, mx.int64),
+        },
+        {"y": ((M,), mx.float16)},
+        threadgroups=(2, 1, 1),
+        threads=(32, 1, 8),
+    )
+    agree(y, a.astype(mx.float32) @ x.astype(mx.float32))
+
+
+def test_hadamard() -> None:
+    n = 64
+    x = normal(2, n, seed=1)
+    (y,) = run(
+        ["hadamard.h"],
+        """uint3 place = thread_position_in_grid;
+        hadamard_n<float, 64, 8, 2>(x, y, scale, place, threads_per_grid);""",
+        {"x": x, "scale": mx.array(0.125)},
+        {"y": ((2, n), mx.float32)},
+        threadgroups=(1, 2, 1),
+        threads=(n // 8, 1, 1),
+    )
+    agree(y, mx.hadamard_transform(x, scale=0.125))
+
+
+def test_fft() -> None:
+    n, batch = 60, 3  # 3 * 4 * 5
+    x = normal(batch, n, seed=1) + 1j * normal(batch, n, seed=2)
+    (y,) = run(
+        ["fft.h"],
+        """uint3 place = thread_position_in_grid;
+        uint3 size = threads_per_grid;
+        fft<128, float2, float2>((const device float2*)x, (device float2*)y, n, batch, place, size);""",
+        {"x": x, "n": n, "batch": batch},
+        {"y": ((batch, n), mx.complex64)},
+        threadgroups=(batch, 1, 1),
+        threads=(1, 1, 15),
+        constants={2: 4, 9: 1, 10: 1, 11: 1},  # four elements a thread; one step each of radix 5, 4 and 3
+    )
+    agree(y, mx.fft.fft(x))
+
+
+# ----------------------------------------------------------------------------------- elementwise and indexing
+
+
+EXACT = {
+    "Erf": np.vectorize(math.erf),
+    "Tanh": np.tanh,
+    "Expm1": np.expm1,
+    "Log1p": np.log1p,
+    "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "Rsqrt": lambda x: 1 / np.sqrt(x),
+    "ArcSinh": np.arcsinh,
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_unary(name: str, dtype: mx.Dtype) -> None:
+    x = mx.random.uniform(0.05, 0.95, (100,), key=mx.random.key(1)).astype(dtype)
+    T = {mx.float32: "float", mx.bfloat16: "bfloat16_t"}[dtype]
+    (y,) = run(
+        ["unary_ops.h", "unary.h"],
+        f"unary_v<{T}, {T}, {name}>(x, y, size, thread_position_in_grid.x);",
+        {"x": x, "size": mx.array(100, mx.uint32)},
+        {"y": ((100,), dtype)},
+        threadgroups=(2, 1, 1),
+    )
+    exact = np.array(x.astype(mx.float32)).astype(np.float64)
+    # MLX's expm1 reduces its argument by one product, which costs it an ulp or two.
+    agree(y, mx.array(EXACT[name](exact).astype(np.float32)), 2 if name == "Expm1" else 1)
+
+
+@pytest.mark.parametrize("name", ["Exp", "Sqrt", "ArcTan", "Log", "Tanh"])
+def test_complex_unary(name: str) -> None:
+    x = normal(64, seed=1) + 1j * normal(64, seed=2)
+    (y,) = run(
+        ["unary_ops.h", "unary.h"],
+        f"unary_v<complex64_t, complex64_t, {name}>(x, y, size, thread_position_in_grid.x);",
+        {"x": x, "size": mx.array(64, mx.uint32)},
+        {"y": ((64,), mx.complex64)},
+        threadgroups=(2, 1, 1),
+    )
+    agree(y, getattr(mx, name.lower())(x), 4)
+
+
+@pytest.mark.parametrize(("source", "target"), [("half", "bfloat16_t"), ("bfloat16_t", "half")])
+def test_copy_between_halves(source: str, target: str) -> None:
+    dtypes = {"half": mx.float16, "bfloat16_t": mx.bfloat16}
+    x = normal(100, seed=1, dtype=dtypes[source])
+    (y,) = run(
+        ["copy.h"],
+        f"copy_v<{source}, {target}>(x, y, size, thread_position_in_grid.x);",
+        {"x": x, "size": mx.array(100, mx.uint32)},
+        {"y": ((100,), dtypes[target])},
+    )
+    assert mx.array_equal(y, x.astype(dtypes[target]))
+
+
+@pytest.mark.parametrize("T", ["float", "half", "int8_t"])  # native atomics, and packed ones
+def test_scatter_with_atomics(T: str) -> None:
+    dtype = {"float": mx.float32, "half": mx.float16, "int8_t": mx.int8}[T]
+    n, size = 96, 8
+    updates = mx.random.randint(-3, 4, (n,), key=mx.random.key(1)).astype(dtype)
+    places = mx.random.randint(0, size, (n,), key=mx.random.key(2)).astype(mx.int32)
+    (out,) = run(
+        ["atomic.h", "reduction/ops.h"],
+        f"""uint i = thread_position_in_grid.x;
+        Sum<{T}>().atomic_update((device mlx_atomic<{T}>*)out, updates[i], places[i]);""",
+        {"updates": updates, "places": places},
+        {"out": ((size,), dtype)},
+        threadgroups=(3, 1, 1),
+        init_value=0,
+    )
+    assert mx.array_equal(out, mx.zeros(size, dtype).at[places].add(updates))
+
+
+def test_gather_axis() -> None:
+    x, places = normal(4, 6, 5, seed=1), mx.random.randint(-6, 6, (4, 3, 5), key=mx.random.key(2))
+    places = places.astype(mx.int32)
+    (out,) = run(
+        ["indexing/gather_axis.h"],
+        """uint3 place = thread_position_in_grid;
+        gather_axis<float, int, int, true, true>(x, places, out, nullptr, nullptr, nullptr, ndim, axis,
+            axis_size, stride, stride, place, threads_per_grid);""",
+        {"x": x, "places": places, "ndim": mx.array(3, mx.uint64), "axis": 1, "axis_size": 6}
+        | {"stride": mx.array(5, mx.uint64)},
+        {"out": ((4, 3, 5), mx.float32)},
+        threadgroups=(1, 1, 4),
+        threads=(5, 3, 1),
+    )
+    assert mx.array_equal(out, mx.take_along_axis(x, places, 1))

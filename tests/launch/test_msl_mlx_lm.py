@@ -82,7 +82,7 @@ def delta_reference(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array, mask: mx.array | None
 ) -> tuple[mx.array, mx.array]:
     q, k, v, beta = (x.astype(mx.float32) for x in (q, k, v, beta))
-    B, T, Hk, _ = q.shape
+    _, T, Hk, _ = q.shape
     repeat = v.shape[2] // Hk
     q, k = mx.repeat(q, repeat, 2), mx.repeat(k, repeat, 2)
     outputs = []
@@ -260,9 +260,7 @@ def test_wkv7() -> None:
     for t in range(T):
         sa = (state * a[:, t, :, None, :]).sum(-1, keepdims=True)
         state = (
-            state * w[:, t, :, None, :]
-            + v[:, t, ..., None] * k[:, t, :, None, :]
-            + sa * b[:, t, :, None, :]
+            state * w[:, t, :, None, :] + v[:, t, ..., None] * k[:, t, :, None, :] + sa * b[:, t, :, None, :]
         )
         outputs.append((state * r[:, t, :, None, :]).sum(-1))
     agree(y, mx.stack(outputs, 1))

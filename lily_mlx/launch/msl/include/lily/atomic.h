@@ -55,7 +55,7 @@ LILY_RT_INLINE bool atomic_compare_exchange_weak_explicit(A* object, E* expected
 }
 #define LILY_FETCH(name, result)                                                                                     \
   template <typename A>                                                                                              \
-  LILY_RT_INLINE auto atomic_fetch_##name##_explicit(A* object, lily::atomic_value<A> x, memory_order = memory_order_relaxed, \
+  LILY_WRAPS LILY_RT_INLINE auto atomic_fetch_##name##_explicit(A* object, lily::atomic_value<A> x, memory_order = memory_order_relaxed, \
                                              thread_scope = thread_scope_device) {                                   \
     using T = lily::atomic_value<A>;                                                                                 \
     T old = object->__s;                                                                                             \

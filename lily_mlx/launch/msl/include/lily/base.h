@@ -23,6 +23,9 @@
 #define LILY_AS_threadgroup __attribute__((address_space(3)))
 #endif
 
+// Integer arithmetic that wraps on the GPU and means to: not for the launcher's overflow checks.
+#define LILY_WRAPS __attribute__((no_sanitize("integer")))
+
 typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;

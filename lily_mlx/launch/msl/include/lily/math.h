@@ -509,22 +509,22 @@ constexpr auto select(A a, B b, C c) {
 
 // Integers.
 template <lily::Integer T>
-constexpr T popcount(T x) {
+LILY_WRAPS constexpr T popcount(T x) {
   return T(__builtin_popcountl(ulong(make_unsigned_t<T>(x))));
 }
 template <lily::Integer T>
-constexpr T clz(T x) {
+LILY_WRAPS constexpr T clz(T x) {
   constexpr int bits = int(sizeof(T)) * 8;
   auto u = ulong(make_unsigned_t<T>(x));
   return u == 0 ? T(bits) : T(__builtin_clzl(u) - (64 - bits));
 }
 template <lily::Integer T>
-constexpr T ctz(T x) {
+LILY_WRAPS constexpr T ctz(T x) {
   auto u = ulong(make_unsigned_t<T>(x));
   return u == 0 ? T(sizeof(T) * 8) : T(__builtin_ctzl(u));
 }
 template <lily::Integer T>
-constexpr T reverse_bits(T x) {
+LILY_WRAPS constexpr T reverse_bits(T x) {
   auto u = ulong(make_unsigned_t<T>(x));
   ulong out = 0;
   for (size_t i = 0; i < sizeof(T) * 8; ++i) {
@@ -533,66 +533,66 @@ constexpr T reverse_bits(T x) {
   return T(out);
 }
 template <lily::Integer T>
-constexpr T mulhi(T x, T y) {
+LILY_WRAPS constexpr T mulhi(T x, T y) {
   return T((__int128(x) * __int128(y)) >> (sizeof(T) * 8));
 }
 template <>
-constexpr ulong mulhi(ulong x, ulong y) {
+LILY_WRAPS constexpr ulong mulhi(ulong x, ulong y) {
   return ulong((static_cast<unsigned __int128>(x) * y) >> 64);
 }
 template <lily::Integer T>
-constexpr T madhi(T x, T y, T z) {
+LILY_WRAPS constexpr T madhi(T x, T y, T z) {
   return T(mulhi(x, y) + z);
 }
 template <lily::Integer T>
-constexpr T addsat(T x, T y) {
+LILY_WRAPS constexpr T addsat(T x, T y) {
   T sum;
   bool over = __builtin_add_overflow(x, y, &sum);
   return over ? (y < T(0) ? numeric_limits<T>::min() : numeric_limits<T>::max()) : sum;
 }
 template <lily::Integer T>
-constexpr T subsat(T x, T y) {
+LILY_WRAPS constexpr T subsat(T x, T y) {
   T difference;
   bool over = __builtin_sub_overflow(x, y, &difference);
   return over ? (numeric_limits<T>::is_signed && y < T(0) ? numeric_limits<T>::max() : numeric_limits<T>::min())
               : difference;
 }
 template <lily::Integer T>
-constexpr T madsat(T x, T y, T z) {
+LILY_WRAPS constexpr T madsat(T x, T y, T z) {
   __int128 exact = __int128(x) * y + z;
   __int128 low = numeric_limits<T>::min(), high = numeric_limits<T>::max();
   return T(exact < low ? low : exact > high ? high : exact);
 }
 template <lily::Integer T>
-constexpr auto absdiff(T x, T y) {
+LILY_WRAPS constexpr auto absdiff(T x, T y) {
   using U = make_unsigned_t<T>;
   return x < y ? U(U(y) - U(x)) : U(U(x) - U(y));
 }
 template <lily::Integer T>
-constexpr T hadd(T x, T y) {
+LILY_WRAPS constexpr T hadd(T x, T y) {
   return T((__int128(x) + y) >> 1);
 }
 template <lily::Integer T>
-constexpr T rhadd(T x, T y) {
+LILY_WRAPS constexpr T rhadd(T x, T y) {
   return T((__int128(x) + y + 1) >> 1);
 }
 template <lily::Integer T>
-constexpr T mul24(T x, T y) {
+LILY_WRAPS constexpr T mul24(T x, T y) {
   return T(x * y);
 }
 template <lily::Integer T>
-constexpr T mad24(T x, T y, T z) {
+LILY_WRAPS constexpr T mad24(T x, T y, T z) {
   return T(x * y + z);
 }
 template <lily::Integer A, lily::Integer B>
-constexpr A rotate(A x, B by) {
+LILY_WRAPS constexpr A rotate(A x, B by) {
   using U = make_unsigned_t<A>;
   constexpr unsigned bits = sizeof(A) * 8;
   unsigned n = unsigned(by) % bits;
   return n == 0 ? x : A(U(U(x) << n) | U(U(x) >> (bits - n)));
 }
 template <lily::Integer T>
-constexpr T extract_bits(T x, uint offset, uint bits) {
+LILY_WRAPS constexpr T extract_bits(T x, uint offset, uint bits) {
   if (bits == 0) {
     return T(0);
   }
@@ -601,7 +601,7 @@ constexpr T extract_bits(T x, uint offset, uint bits) {
   return T(T(left) >> (width - bits));
 }
 template <lily::Integer T>
-constexpr T insert_bits(T base, T insert, uint offset, uint bits) {
+LILY_WRAPS constexpr T insert_bits(T base, T insert, uint offset, uint bits) {
   ulong mask = (bits >= 64 ? ~0ul : (1ul << bits) - 1) << offset;
   return T((ulong(base) & ~mask) | ((ulong(insert) << offset) & mask));
 }

@@ -102,13 +102,13 @@ constexpr auto promoted(T x) {
 
 struct sum {
   template <typename T>
-  static T of(T a, T b) {
+  LILY_WRAPS static T of(T a, T b) {
     return T(a + b);
   }
 };
 struct product {
   template <typename T>
-  static T of(T a, T b) {
+  LILY_WRAPS static T of(T a, T b) {
     return T(a * b);
   }
 };
