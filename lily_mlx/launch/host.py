@@ -258,7 +258,8 @@ class HostKernel:
                 :func:`check_schedules` is at work.
             check: run twice, or three times with outputs that are not floats, with the compiler's bounds and
                 overflow checks, and compare. Without, the launch is faster, and still confined to its
-                buffers.
+                buffers; and a barrier does not wait for threads that have ended, as on Apple's GPUs, though
+                Metal asks that every thread reaches it.
             time_limit: seconds that one run may take.
 
         Returns:

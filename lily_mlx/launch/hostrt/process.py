@@ -160,7 +160,7 @@ class Worker:
             schedule: as :func:`parse_schedule` gives it.
             poison: the bytes that fill the buffers to be poisoned, and threadgroup memory.
             time_limit: seconds.
-            check: watch the ends of threadgroup variables.
+            check: watch the ends of threadgroup variables, and that every thread reaches every barrier.
 
         Returns:
             None, or what went wrong.
