@@ -32,7 +32,7 @@ MAX_BUFFERS = 128
 _REQUEST_OFFSET = 4096
 _REQUEST = struct.Struct("<II3I3IIHHQIII1024s4x")
 _BUFFER = struct.Struct("<QQQQII")
-_REPORT = struct.Struct("<IiI3I3IIIiqIIIII512s512s")
+_REPORT = struct.Struct("<IiI3I3IiqIIII512s512s")
 _LOAD, _RUN = 1, 2
 _SCHEDULES = {"fifo": 0, "lifo": 1, "random": 2}
 _BOOT = (
@@ -62,13 +62,10 @@ class Report:
     line: int
     thread: tuple[int, int, int] | None
     threadgroup: tuple[int, int, int] | None
-    lane: int
-    simdgroup: int
     buffer: int
     offset: int
     access: int
     misaligned: bool
-    died: bool
     file: str
     message: str
 
@@ -137,7 +134,7 @@ class Worker:
             status, fields = self._exchange(request, 60.0)
             if status != b"O":
                 raise BackendUnavailableError(f"cannot load a compiled kernel: {_text(fields[-1])}")
-            found = self._loaded[library] = Loaded(fields[15], fields[16])
+            found = self._loaded[library] = Loaded(fields[13], fields[14])
         return found
 
     def run(
@@ -194,15 +191,12 @@ class Worker:
             line=fields[1],
             thread=fields[3:6] if fields[2] else None,
             threadgroup=fields[6:9] if fields[2] else None,
-            lane=fields[9],
-            simdgroup=fields[10],
-            buffer=fields[11],
-            offset=fields[12],
-            access=fields[13],
-            misaligned=bool(fields[14]),
-            died=bool(fields[17]),
-            file=_text(fields[18]),
-            message=_text(fields[19]),
+            buffer=fields[9],
+            offset=fields[10],
+            access=fields[11],
+            misaligned=bool(fields[12]),
+            file=_text(fields[15]),
+            message=_text(fields[16]),
         )
 
     def _start(self) -> None:

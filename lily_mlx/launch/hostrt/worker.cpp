@@ -71,15 +71,12 @@ struct Report {
   u32 has_thread;
   Vec3 thread_position_in_grid;
   Vec3 threadgroup_position_in_grid;
-  u32 thread_index_in_simdgroup;
-  u32 simdgroup_index_in_threadgroup;
   int buffer;        // -1: no buffer
   i64 offset_bytes;  // of the access, from the buffer's first byte
   u32 access;        // 0 unknown, 1 read, 2 write
   u32 misaligned;    // a vector access that the CPU, not the kernel, finds misaligned
   u32 kernel;        // the id of a loaded kernel
   u32 threadgroup_bytes;
-  u32 died;
   char file[512];
   char message[512];
 };
@@ -208,7 +205,6 @@ Report* report;
 Request* request;
 int arena_fd, reply_fd;
 pid_t parent;
-size page_bytes;
 
 Kernel* kernels;
 u32 kernel_count;
@@ -255,8 +251,6 @@ void report_thread() {
   report->has_thread = 1;
   report->thread_position_in_grid = current->thread_position_in_grid;
   report->threadgroup_position_in_grid = group_info.threadgroup_position_in_grid;
-  report->thread_index_in_simdgroup = current->thread_index_in_simdgroup;
-  report->simdgroup_index_in_threadgroup = current->simdgroup_index_in_threadgroup;
 }
 
 // Where in the kernel's source a fiber is whose stack is in use from sp on: the innermost word that could be
@@ -396,7 +390,7 @@ void release_barrier() {
   }
 }
 
-// What a lane that leaves completes: the combine function of a collective in which it does not take part.
+// Of each simdgroup's pending collective, for a lane that leaves by `return` and so completes it.
 Combine pending_combine[max_groups];
 
 const void* collective(Op op, int line, const void* mine, size bytes, Combine combine, u32* active) {
@@ -676,7 +670,6 @@ void on_fault(int number, siginfo_t* info, void* context) {
   Registers r = registers(context);
   const char* address = static_cast<const char*>(info->si_addr);
   report->buffer = -1;
-  report->died = 1;
   report->kind = static_cast<u32>(Kind::crash);
   report->line = 0;
   report->file[0] = 0;
@@ -714,7 +707,6 @@ void on_fault(int number, siginfo_t* info, void* context) {
   copy_text(report->message, sizeof report->message, what);
   if (report->misaligned) {
     // Harmless, so no reason to die: leave the handler for the loop, with the signals as they were.
-    report->died = 0;
     sigprocmask(SIG_SETMASK, &static_cast<ucontext_t*>(context)->uc_sigmask, nullptr);
     failed = true;
     void* dropped;
@@ -820,8 +812,7 @@ extern "C" __attribute__((visibility("default"))) int lily_worker(int arena, int
   arena_fd = arena;
   reply_fd = replies;
   parent = parent_id;
-  page_bytes = static_cast<size>(sysconf(_SC_PAGESIZE));
-  stack_guard_bytes = page_bytes;
+  stack_guard_bytes = static_cast<size>(sysconf(_SC_PAGESIZE));
   control = static_cast<u8*>(mmap(nullptr, control_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, arena, 0));
   if (control == MAP_FAILED) return 1;
   report = reinterpret_cast<Report*>(control + report_offset);
