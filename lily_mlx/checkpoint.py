@@ -94,7 +94,9 @@ def read_config(path: Path) -> dict[str, Any]:
         UsageError: the folder or the file is missing, or is not a JSON object with ``model_type``.
     """
     if not path.is_dir():
-        raise UsageError(f"model {str(path)!r} is not a folder; give a checkpoint folder or a Hugging Face repo")
+        raise UsageError(
+            f"model {str(path)!r} is not a folder; give a checkpoint folder or a Hugging Face repo"
+        )
     file = path / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -189,7 +191,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                     part = opened.get_slice(name)
                     tensors[name] = Tensor(part.get_dtype(), tuple(part.get_shape()), file.name)
         except (SafetensorError, OSError) as error:
-            raise UsageError(f"{file} is damaged or cut short: {_first_line(error)}; download it again") from None
+            raise UsageError(
+                f"{file} is damaged or cut short: {_first_line(error)}; download it again"
+            ) from None
     return tensors
 
 
@@ -225,7 +229,9 @@ def check_tokenizer(path: Path) -> None:
         raise UsageError(f"{path} has no tokenizer; it must hold one of {', '.join(_TOKENIZER_FILES)}")
 
 
-def resolve(path_or_repo: str | Path, *, allow_patterns: list[str] | None = None, revision: str | None = None) -> Path:
+def resolve(
+    path_or_repo: str | Path, *, allow_patterns: list[str] | None = None, revision: str | None = None
+) -> Path:
     """The local folder of a checkpoint: the path itself, or the snapshot of a Hugging Face repo.
 
     Args:

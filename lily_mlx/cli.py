@@ -6,16 +6,17 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from . import __version__, hook
 from .commands import fail
-from .errors import LilyError
+from .errors import LilyError, UsageError
 
 _MLX_COMMAND_HELP = "mlx_lm.{} with --engine lily as the default, without the start-up hook"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``lily-mlx``. Returns the exit status: 0, or 2 for what the user can put right."""
+    """Run ``lily-mlx``. Returns the exit status; 2 is for what the user can put right."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if argv and argv[0] in hook.COMMANDS:
@@ -46,6 +47,18 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="print JSON for machines")
     explain.set_defaults(run=_explain)
 
+    kernels = commands.add_parser("kernels", help="check kernel sources").add_subparsers(
+        title="commands", metavar="COMMAND", required=True
+    )
+    check = kernels.add_parser(
+        "check",
+        help="find what Apple's Metal compiler would reject, on any machine",
+        description="Check Metal sources with the strict pass, and with Apple's compiler where xcrun has it. "
+        "Without a path: the kernels of lily-mlx, every variant.",
+    )
+    check.add_argument("paths", nargs="*", type=Path, help=".metal files or folders")
+    check.set_defaults(run=_check_kernels)
+
     for name in hook.COMMANDS:
         commands.add_parser(name, help=_MLX_COMMAND_HELP.format(name), add_help=False)
     return parser
@@ -60,6 +73,15 @@ def _explain(args: argparse.Namespace) -> int:
     else:
         report.print()
     return 0
+
+
+def _check_kernels(args: argparse.Namespace) -> int:
+    from .launch import strict
+
+    for path in args.paths:
+        if not path.exists():
+            raise UsageError(f"{path} does not exist; give .metal files or folders")
+    return strict.main_check(args.paths)
 
 
 def _run_mlx_command(name: str, argv: list[str]) -> int:

@@ -14,8 +14,19 @@ from . import checkpoint, counters, engine
 from .errors import LilyError, UnsupportedModelError, UsageError
 from .settings import ENGINES, default_engine, settings
 
-_POSITIVE = ("max_tokens", "prefill_step_size", "kv_group_size", "kv_bits", "max_kv_size", "batch_size")
-_POSITIVE += ("prompt_tokens", "generation_tokens", "num_samples", "sequence_length", "num_trials")
+_POSITIVE = (
+    "max_tokens",
+    "prefill_step_size",
+    "kv_bits",
+    "kv_group_size",
+    "max_kv_size",
+    "batch_size",
+    "prompt_tokens",
+    "generation_tokens",
+    "num_trials",
+    "num_samples",
+    "sequence_length",
+)
 # Where zero already has a meaning of its own.
 _NOT_NEGATIVE = ("quantized_kv_start",)
 

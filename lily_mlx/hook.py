@@ -2,8 +2,8 @@
 
 mlx-lm has no plugin mechanism. So ``lily_mlx.pth``, which the interpreter reads when it starts, puts a finder
 on ``sys.meta_path`` that never finds anything: it calls :func:`notice` with the name of each module of mlx_lm
-that is about to be imported, and does nothing else. No import happens at start-up; the finder is an expression
-in the ``.pth`` file because importing even this file would cost more than the start-up may.
+that is about to be imported, and does nothing else. No import happens at start-up; the finder is an
+expression in the ``.pth`` file because importing even this file would cost more than the start-up may.
 
 When a command module appears, ``ArgumentParser.parse_args`` is wrapped, once. The wrapper acts only when an
 mlx_lm command is the caller: it adds the flag, takes its value out of the result again and hands it to

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from .errors import UsageError
@@ -36,20 +37,27 @@ class Settings:
 
 
 def settings() -> Settings:
-    """Read the environment. Cheap, so callers need not keep the result.
+    """Read the environment. Two microseconds, so that layers can ask at every call.
 
     Raises:
         UsageError: a variable holds a value that is not one of its choices.
     """
-    backend = os.environ.get("LILY_BACKEND") or "auto"
+    get = os.environ.get
+    return _settings(get("LILY_BACKEND"), get("LILY_DISABLE"), get("LILY_CACHE_DIR"), get("LILY_STATS"))
+
+
+@lru_cache(maxsize=64)
+def _settings(
+    backend: str | None, disabled: str | None, cache_dir: str | None, stats: str | None
+) -> Settings:
+    backend = backend or "auto"
     if backend not in BACKENDS:
         raise UsageError(f"LILY_BACKEND is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    disabled = os.environ.get("LILY_DISABLE", "")
     return Settings(
         backend=backend,
-        disabled_ops=frozenset(name.strip() for name in disabled.split(",") if name.strip()),
-        cache_dir=_cache_dir(),
-        stats=os.environ.get("LILY_STATS") == "1",
+        disabled_ops=frozenset(name.strip() for name in (disabled or "").split(",") if name.strip()),
+        cache_dir=Path(cache_dir).expanduser() if cache_dir else _user_cache_dir(),
+        stats=stats == "1",
     )
 
 
@@ -65,9 +73,7 @@ def default_engine() -> str | None:
     return engine
 
 
-def _cache_dir() -> Path:
-    if path := os.environ.get("LILY_CACHE_DIR"):
-        return Path(path).expanduser()
+def _user_cache_dir() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "lily-mlx"
     base = os.environ.get("XDG_CACHE_HOME")

@@ -2,5 +2,9 @@
 
 from __future__ import annotations
 
-LAYER_CLASSES: dict[type, type] = {}
+from mlx_lm.models import qwen3_5 as stock
+
+from .gated_delta_net import GatedDeltaNet
+
+LAYER_CLASSES: dict[type, type] = {stock.GatedDeltaNet: GatedDeltaNet}
 """Stock layer class -> the Lily class that subclasses it."""

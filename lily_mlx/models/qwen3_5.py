@@ -16,7 +16,7 @@ ModelArgs = stock.ModelArgs
 class Model(stock.Model):
     """Stock's model with Lily's layers; parameter names, caches and methods are stock's."""
 
-    def __init__(self, args: ModelArgs) -> None:
+    def __init__(self, args: Any) -> None:
         super().__init__(args)
         adopt(self)
 

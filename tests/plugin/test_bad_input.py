@@ -80,11 +80,17 @@ BREAKS = {
     "config is a list": (write("config.json", "[]"), "must be a JSON object"),
     "no model type": (lambda p: edit_config(p, model_type=None), "has no model_type"),
     "other model type": (lambda p: edit_config(p, model_type="llama"), "'llama'", "qwen3_5, qwen3_5_moe"),
-    "missing keys": (lambda p: edit_config(p, hidden_size=None, num_experts=None), "lacks hidden_size, num_experts"),
+    "missing keys": (
+        lambda p: edit_config(p, hidden_size=None, num_experts=None),
+        "lacks hidden_size, num_experts",
+    ),
     "zero size": (lambda p: edit_config(p, hidden_size=0), "hidden_size is 0", "positive integer"),
     "text for a size": (lambda p: edit_config(p, vocab_size="many"), "vocab_size is 'many'"),
     "heads do not divide": (lambda p: edit_config(p, num_key_value_heads=3), "num_attention_heads is 8", "3"),
-    "value heads do not divide": (lambda p: edit_config(p, linear_num_key_heads=3), "linear_num_value_heads is 4"),
+    "value heads do not divide": (
+        lambda p: edit_config(p, linear_num_key_heads=3),
+        "linear_num_value_heads is 4",
+    ),
     "odd head size": (lambda p: edit_config(p, linear_key_head_dim=100), "linear_key_head_dim is 100", "32"),
     "more chosen than there are": (lambda p: edit_config(p, num_experts_per_tok=99), "99", "num_experts, 32"),
     "no tokenizer": (remove("tokenizer.json"), "has no tokenizer"),
@@ -132,7 +138,9 @@ def test_bad_values(capsys, arguments, words):
 
 def test_unknown_backend(capsys, monkeypatch):
     monkeypatch.setenv("LILY_BACKEND", "vulkan")
-    check_in_process(capsys, ["--model", str(TINY)], "LILY_BACKEND is 'vulkan'", "auto, metal, cuda, host, ops")
+    check_in_process(
+        capsys, ["--model", str(TINY)], "LILY_BACKEND is 'vulkan'", "auto, metal, cuda, host, ops"
+    )
 
 
 def test_missing_backend(capsys, monkeypatch):
@@ -173,11 +181,15 @@ def test_auto_falls_back_to_stock(run_cli, broken):
     assert "running stock MLX-LM" in result.stderr
 
 
-@pytest.mark.parametrize("command", [("lily-mlx", "generate"), ("mlx_lm.generate", "--engine", "lily")], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [("lily-mlx", "generate"), ("mlx_lm.generate", "--engine", "lily")], ids=" ".join
+)
 def test_no_mlx_backend(run_cli, tmp_path, command):
     """Plain `pip install lily-mlx` on Linux brings mlx without libmlx.so, so that mlx.core does not load."""
     (tmp_path / "mlx").mkdir()
-    (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: cannot open shared object file')")
+    (tmp_path / "mlx" / "core.py").write_text(
+        "raise ImportError('libmlx.so: cannot open shared object file')"
+    )
     result = run_cli(*command, "--model", TINY, env={"PYTHONPATH": str(tmp_path)})
     check(result, "libmlx.so", "lily-mlx[cpu]", "lily-mlx[cuda13]")
 

@@ -53,8 +53,8 @@ def test_b_a_row_does_not_see_its_neighbour(reference, neighbour):
 
 
 class LeftPaddedQuantizedKVCache:
-    """Stock's 8-bit cache behind what attention asks of a left-padded one (stock has no such class): offsets a row
-    for rope, a mask that hides the padding."""
+    """Stock's 8-bit cache behind what attention asks of a left-padded one: offsets a row for rope, a mask
+    that hides the padding. Stock has no such class."""
 
     def __init__(self, padding):
         self.cache = QuantizedKVCache(group_size=64, bits=8)
@@ -128,12 +128,14 @@ def small_moe(**changes):
 
 
 def save_hugging_face_layout(path, config, weights):
-    """Save an MLX model's weights as Hugging Face lays them out: zero-centred norms, conv1d [C, 1, K], one tensor a
-    projection of all experts under model.language_model."""
+    """Save an MLX model's weights as Hugging Face lays them out: zero-centred norms, conv1d [C, 1, K], gate
+    and up of all experts in one tensor, all under model.language_model."""
     out = {}
     norms = ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight")
     for name, value in weights.items():
-        name = name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head")
+        name = name.replace("language_model.model.", "model.language_model.").replace(
+            "language_model.lm_head", "lm_head"
+        )
         if name.endswith(norms):
             value = value - 1
         elif name.endswith("conv1d.weight"):
@@ -142,7 +144,10 @@ def save_hugging_face_layout(path, config, weights):
             continue
         if ".switch_mlp.gate_proj.weight" in name:
             up = weights[source_of(name).replace("gate_proj", "up_proj")]
-            name, value = name.replace("switch_mlp.gate_proj.weight", "experts.gate_up_proj"), mx.concatenate([value, up], 1)
+            name, value = (
+                name.replace("switch_mlp.gate_proj.weight", "experts.gate_up_proj"),
+                mx.concatenate([value, up], 1),
+            )
         name = name.replace("switch_mlp.down_proj.weight", "experts.down_proj")
         out[name] = value
     path.mkdir(exist_ok=True)
@@ -250,7 +255,9 @@ def test_i_training_takes_the_differentiable_stock_path(same):
         mx.random.seed(2)
         model = module.Model(module.ModelArgs.from_dict(small_moe()))
         model.train()
-        loss = nn.value_and_grad(model, lambda m: nn.losses.cross_entropy(m(tokens[:, :-1]), tokens[:, 1:]).mean())
+        loss = nn.value_and_grad(
+            model, lambda m: nn.losses.cross_entropy(m(tokens[:, :-1]), tokens[:, 1:]).mean()
+        )
         return loss(model)
 
     (expected_loss, expected), (actual_loss, actual) = gradients(stock_module), gradients(lily_module)

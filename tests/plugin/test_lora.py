@@ -20,7 +20,8 @@ def save_random_adapter(path):
     linear_to_lora_layers(model, LAYERS, LORA)
     mx.random.seed(7)
     weights = {
-        name: mx.random.normal(value.shape, scale=0.02) for name, value in tree_flatten(model.trainable_parameters())
+        name: mx.random.normal(value.shape, scale=0.02)
+        for name, value in tree_flatten(model.trainable_parameters())
     }
     assert any(name.endswith("lora_b") for name in weights)
     path.mkdir()

@@ -60,7 +60,9 @@ def ask(port, process, log):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="unused", timeout=120, max_retries=0)
+    client = openai.OpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1", api_key="unused", timeout=120, max_retries=0
+    )
     stream = client.chat.completions.create(
         model="default_model",
         messages=[{"role": "user", "content": QUESTION}],
