@@ -144,48 +144,104 @@ def _tokens(source: str) -> list[_Token]:
 
 
 class _Code:
-    """The tokens of a source that mean something, by position."""
+    """The tokens of a source that mean something, by position.
+
+    ``words`` are their texts as the pass found them: what it writes with :meth:`put` does not change what it
+    reads. Past the end, and before the start, there are empty words.
+    """
 
     def __init__(self, tokens: list[_Token]) -> None:
         self.tokens = [t for t in tokens if t.kind in ("word", "number", "string", "mark") and t.text]
+        self.words = [token.text for token in self.tokens] + [""] * 8
+        # The other bracket of a pair; without one the last token, for a closing bracket itself.
+        self.match = [
+            i if t.text in (")", "]", "}") else len(self.tokens) - 1 for i, t in enumerate(self.tokens)
+        ]
+        self._pair_brackets()
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def text(self, i: int) -> str:
-        return self.tokens[i].text if 0 <= i < len(self.tokens) else ""
+    def put(self, i: int, text: str) -> None:
+        self.tokens[i].text = text
+
+    def blank(self, first: int, last: int) -> None:
+        """Remove the tokens from first to last; the lines they span remain."""
+        for i in range(first, last + 1):
+            self.tokens[i].text = self.words[i] = ""
 
     def is_word(self, i: int) -> bool:
-        return 0 <= i < len(self.tokens) and self.tokens[i].kind == "word"
+        return self.words[i].isidentifier()
 
-    def closing(self, i: int) -> int:
-        """Position of the bracket that closes the one at i, or of the last token."""
-        opening = self.text(i)
-        closing = _CLOSING[opening]
-        depth = 0
-        for j in range(i, len(self)):
-            depth += (self.text(j) == opening) - (self.text(j) == closing)
-            if depth == 0:
-                return j
-        return len(self) - 1
+    def _pair_brackets(self) -> None:
+        outer: list[int] = []  # open brackets
+        stack = outer
+        branches: list[list[int]] = []  # those at the start of each #if
+        for i, token in enumerate(self.tokens):
+            text = token.text
+            if not token.directive:
+                stack = outer
+            elif text == "#":
+                stack = []  # what a directive opens does not reach outside
+                branch = self.words[i + 1]
+                if branch.startswith("if"):
+                    branches.append(outer.copy())
+                elif branch in ("else", "elif") and branches:
+                    outer[:] = branches[-1]
+                elif branch == "endif":
+                    del branches[-1:]
+            if text in _CLOSING:
+                stack.append(i)
+            elif text in (")", "]", "}") and stack:
+                self.match[i] = stack.pop()
+                self.match[self.match[i]] = i
 
-    def opening(self, i: int) -> int:
-        """Position of the parenthesis that the one at i closes."""
-        depth = 0
-        while i > 0:
-            depth += (self.text(i) == ")") - (self.text(i) == "(")
-            if depth == 0:
-                return i
+    def inside(self) -> list[str]:
+        """Every token's innermost open bracket: "class" or "namespace" for such a brace, "" for none."""
+        found: list[str] = []
+        stack: list[tuple[int, str]] = []  # (closing position, bracket)
+        for i, text in enumerate(self.words[: len(self)]):
+            while stack and i > stack[-1][0]:
+                stack.pop()
+            within = stack[-1][1] if stack and i < stack[-1][0] else stack[-2][1] if len(stack) > 1 else ""
+            found.append(within)
+            if text in _CLOSING and self.match[i] > i:
+                stack.append((self.match[i], self._brace(i) if text == "{" else text))
+        return found
+
+    def _brace(self, i: int) -> str:
+        if self.class_name(i) is not None:
+            return "class"
+        i -= 1
+        while self.words[i] == "::" or (self.is_word(i) and self.words[i] != "namespace"):
             i -= 1
-        return i
+        return "namespace" if self.words[i] == "namespace" or self.words[i][:1] == '"' else "{"
+
+    def class_name(self, i: int) -> int | None:
+        """Position of the name of the class whose members the brace at i opens; None for another brace."""
+        words = self.words
+        i -= 1
+        while i >= 0 and words[i] not in (";", "{", "}", "="):
+            if words[i] == ")":
+                i = self.match[i]
+                if words[i - 1] != "alignas":
+                    return None
+            if words[i] in ("struct", "class"):
+                i += 1
+                while words[i] == "alignas":
+                    i = self.match[i + 1] + 1
+                # Not the one of a template parameter.
+                return i if self.is_word(i) and words[i + 1] not in (",", ">") else None
+            i -= 1
+        return None
 
     def after_angles(self, i: int) -> int:
         """Position after the template list that starts at i."""
         depth = 0
         while i < len(self):
-            text = self.text(i)
+            text = self.words[i]
             if text in _CLOSING:
-                i = self.closing(i)
+                i = self.match[i]
             elif text == ";":
                 return i
             depth += (text == "<") - (text == ">")
@@ -198,9 +254,9 @@ class _Code:
         """Position of what ends the operand of a conditional operator that starts at i."""
         nested = 0
         while i < len(self):
-            text = self.text(i)
+            text = self.words[i]
             if text in _CLOSING:
-                i = self.closing(i)
+                i = self.match[i]
             elif text == "?":
                 nested += 1
             elif text == ":" and nested:
@@ -210,73 +266,23 @@ class _Code:
             i += 1
         return i
 
-    def blank(self, first: int, last: int) -> None:
-        """Remove the tokens from first to last; the lines they span remain."""
-        for token in self.tokens[first : last + 1]:
-            token.text = ""
-
-    def brackets(self) -> Iterator[tuple[int, str]]:
-        """Every token with its innermost open bracket, "class" or "namespace" for such a brace, "" outside.
-
-        A preprocessor directive is a text of its own: what it opens does not reach outside.
-        """
-        outer: list[str] = []
-        stack = outer
-        for i, token in enumerate(self.tokens):
-            if not token.directive:
-                stack = outer
-            elif token.text == "#":
-                stack = []
-            yield i, stack[-1] if stack else ""
-            if token.text == "{":
-                stack.append(self._brace(i))
-            elif token.text in ("(", "["):
-                stack.append(token.text)
-            elif token.text in (")", "]", "}") and stack:
-                stack.pop()
-
-    def _brace(self, i: int) -> str:
-        if self.class_name(i) is not None:
-            return "class"
-        i -= 1
-        while self.text(i) == "::" or (self.is_word(i) and self.text(i) != "namespace"):
-            i -= 1
-        return "namespace" if self.text(i) == "namespace" or self.text(i)[:1] == '"' else "{"
-
-    def class_name(self, i: int) -> int | None:
-        """Position of the name of the class whose members the brace at i opens; None for another brace."""
-        i -= 1
-        while i >= 0 and self.text(i) not in (";", "{", "}", "="):
-            if self.text(i) == ")":
-                i = self.opening(i)
-                if self.text(i - 1) != "alignas":
-                    return None
-            if self.text(i) in ("struct", "class"):
-                i += 1
-                while self.text(i) == "alignas":
-                    i = self.closing(i + 1) + 1
-                # Not the one of a template parameter.
-                return i if self.is_word(i) and self.text(i + 1) not in (",", ">") else None
-            i -= 1
-        return None
-
 
 def _blank_attributes(tokens: list[_Token]) -> None:
     code = _Code(tokens)
     defined: dict[str, str] = {}  # function constants: name to index
     i = 0
     while i < len(code):
-        if code.text(i) == "[" and code.text(i + 1) == "[":
-            last = code.closing(i)
-            is_constant = code.text(i + 2) == "function_constant" and code.text(last + 1) == ";"
-            index = "".join(code.text(j) for j in range(i + 4, last - 2))
+        if code.words[i] == "[" and code.words[i + 1] == "[":
+            last = code.match[i]
+            is_constant = code.words[i + 2] == "function_constant" and code.words[last + 1] == ";"
+            index = "".join(code.words[j] for j in range(i + 4, last - 2))
             code.blank(i, last)
             if is_constant:
-                defined[code.text(i - 1)] = index
-                code.tokens[i].text = f"= lily::function_constant_value<{index}>()"
+                defined[code.words[i - 1]] = index
+                code.put(i, f"= lily::function_constant_value<{index}>()")
             i = last
-        elif code.text(i) == "is_function_constant_defined" and code.text(i + 2) in defined:
-            code.tokens[i + 2].text = f"lily::function_constant<{defined[code.text(i + 2)]}>::defined"
+        elif code.words[i] == "is_function_constant_defined" and code.words[i + 2] in defined:
+            code.put(i + 2, f"lily::function_constant<{defined[code.words[i + 2]]}>::defined")
             code.blank(i, i)
         i += 1
 
@@ -297,7 +303,7 @@ def _collapse_overloads(tokens: list[_Token]) -> None:
     code = _Code(tokens)
     kept: dict[tuple[str, ...], tuple[tuple[str, ...], tuple[int, ...]]] = {}
     for declaration in _declarations(code):
-        words = tuple(code.text(i) for i in range(declaration.first, declaration.end))
+        words = tuple(code.words[i] for i in range(declaration.first, declaration.end))
         key = (*declaration.scope, "{", *_without_names(_without_spaces(words)))
         spaces = tuple(word for word in words if word in SPACES)
         first_spaces, conditions = kept.setdefault(key, (spaces, declaration.conditions))
@@ -339,23 +345,23 @@ def _declarations(code: _Code) -> Iterator[_Declaration]:
     i = 0
     while i < len(code):
         if code.tokens[i].directive:
-            if code.text(i) == "#":
+            if code.words[i] == "#":
                 _follow_condition(code, i, conditions)
             i += 1
-        elif code.text(i) in (";", ":"):
+        elif code.words[i] in (";", ":"):
             i += 1
-        elif code.text(i) == "}":
+        elif code.words[i] == "}":
             del scope[-1:]
             i += 1
-        elif code.text(i) in ("public", "private", "protected"):
+        elif code.words[i] in ("public", "private", "protected"):
             i += 1
         else:
             kind, opening, end = _signature(code, i)
-            words = [code.text(j) for j in range(i, end)]
-            last = code.closing(opening) if code.text(opening) == "{" else opening
+            words = [code.words[j] for j in range(i, end)]
+            last = code.match[opening] if code.words[opening] == "{" else opening
             if kind in ("class", "function"):
                 yield _Declaration(tuple(scope), tuple(conditions), i, end, last)
-            if kind in ("class", "namespace") and code.text(opening) == "{":
+            if kind in ("class", "namespace") and code.words[opening] == "{":
                 scope.append(" ".join(words))
                 i = opening + 1
             else:
@@ -363,7 +369,7 @@ def _declarations(code: _Code) -> Iterator[_Declaration]:
 
 
 def _follow_condition(code: _Code, i: int, conditions: list[int]) -> None:
-    word = code.text(i + 1)
+    word = code.words[i + 1]
     if word in ("endif", "else", "elif"):
         del conditions[-1:]
     if word in ("if", "ifdef", "ifndef", "else", "elif"):
@@ -372,43 +378,43 @@ def _follow_condition(code: _Code, i: int, conditions: list[int]) -> None:
 
 def _signature(code: _Code, i: int) -> tuple[str, int, int]:
     """What the declaration at i is, where its `{` or `;` stands, where its signature ends."""
-    while code.text(i) == "template" and code.text(i + 1) == "<":
+    while code.words[i] == "template" and code.words[i + 1] == "<":
         i = code.after_angles(i + 1)
     first = i
-    if code.is_word(i) and code.text(i + 1) == "(":
-        close = code.closing(i + 1)
-        if code.is_word(close + 1) and code.text(close + 1) not in SPACES | {"const", "noexcept"}:
+    if code.is_word(i) and code.words[i + 1] == "(":
+        close = code.match[i + 1]
+        if code.is_word(close + 1) and code.words[close + 1] not in SPACES | {"const", "noexcept"}:
             return "macro", close, close
     end = -1  # of the signature, when it ends before the opening
     parameters = False
     while i < len(code):
-        text = code.text(i)
+        text = code.words[i]
         if text in (";", "{", "}"):
             break
         if text == "operator":
-            i += 1 if code.text(i + 1) not in ("(", "[") else 2
+            i += 1 if code.words[i + 1] not in ("(", "[") else 2
         elif text in ("(", "["):
             parameters = parameters or text == "("
-            i = code.closing(i)
+            i = code.match[i]
         elif text == "<" and code.is_word(i - 1):
             i = code.after_angles(i) - 1
         elif text == "=":
             end = i
-            while i < len(code) and code.text(i) != ";":
-                i = code.closing(i) + 1 if code.text(i) in _CLOSING else i + 1
+            while i < len(code) and code.words[i] != ";":
+                i = code.match[i] + 1 if code.words[i] in _CLOSING else i + 1
             break
         elif text == ":" and parameters:
             end = i
             i = _after_initialisers(code, i + 1)
             break
         i += 1
-    head = {code.text(j) for j in range(first, i)}
+    head = {code.words[j] for j in range(first, i)}
     end = i if end < 0 else end
-    if code.text(i) == "{" and ("namespace" in head or code.text(first) == "extern") and not parameters:
+    if code.words[i] == "{" and ("namespace" in head or code.words[first] == "extern") and not parameters:
         return "namespace", i, end
-    if parameters and code.text(i) in ("{", ";"):
+    if parameters and code.words[i] in ("{", ";"):
         return "function", i, end
-    if head & {"struct", "class", "union"} and code.text(i) == "{":
+    if head & {"struct", "class", "union"} and code.words[i] == "{":
         return "class", i, end
     return "other", i, end
 
@@ -416,12 +422,12 @@ def _signature(code: _Code, i: int) -> tuple[str, int, int]:
 def _after_initialisers(code: _Code, i: int) -> int:
     """Position of a constructor's body, from its first member initialiser on."""
     while i < len(code):
-        while i < len(code) and code.text(i) not in ("(", "{", ";"):
-            i = code.after_angles(i) if code.text(i) == "<" else i + 1
-        if code.text(i) not in ("(", "{"):
+        while i < len(code) and code.words[i] not in ("(", "{", ";"):
+            i = code.after_angles(i) if code.words[i] == "<" else i + 1
+        if code.words[i] not in ("(", "{"):
             return i
-        i = code.closing(i) + 1
-        if code.text(i) != ",":
+        i = code.match[i] + 1
+        if code.words[i] != ",":
             return i
         i += 1
     return i
@@ -437,48 +443,44 @@ def _qualify_classes(tokens: list[_Token]) -> None:
     in the headers declare the other copies, and a member becomes one with an explicit object parameter.
     """
     code = _Code(tokens)
-    edits: list[tuple[int, str]] = []  # applied at the end: class_name() reads the tokens
-    for i, inside in code.brackets():
-        if code.text(i) != "{":
+    for i, within in enumerate(code.inside()):
+        if code.words[i] != "{":
             continue
-        is_local = inside == "{"
         if position := code.class_name(i):
-            name = code.text(position)
-        elif code.text(i - 1) == "struct" and code.text(i - 2) == "typedef":
+            name = code.words[position]
+        elif code.words[i - 1] == "struct" and code.words[i - 2] == "typedef":
             name = f"lily_unnamed_{i}"
-            edits.append((i - 1, f"struct {name}"))
+            code.put(i - 1, f"struct {name}")
         else:
             continue
-        edits.append((i, "{" + _qualify_members(code, i, name, is_local)))
-    for i, text in edits:
-        code.tokens[i].text = text
+        code.put(i, "{" + _qualify_members(code, i, name, is_local=within == "{"))
 
 
 def _qualify_members(code: _Code, opening: int, name: str, is_local: bool) -> str:
     """Rewrite the members of a class; what its body is to begin with."""
     has_data = has_constructor = False
-    i, end = opening + 1, code.closing(opening)
+    i, end = opening + 1, code.match[opening]
     while i < end:
-        if code.tokens[i].directive or code.text(i) in (";", ":", "public", "private", "protected", ""):
+        if code.tokens[i].directive or code.words[i] in (";", ":", "public", "private", "protected", ""):
             i += 1
             continue
         kind, at, signature_end = _signature(code, i)
-        last = code.closing(at) if code.text(at) == "{" else at
+        last = code.match[at] if code.words[at] == "{" else at
         if kind == "function":
-            close = max(j for j in range(i, signature_end) if code.text(j) == ")")
-            start = code.opening(close)
-            spaces = {code.text(j) for j in range(close, signature_end)} & SPACES - {"thread"}
-            is_constructor = code.text(start - 1) == name
+            close = max(j for j in range(i, signature_end) if code.words[j] == ")")
+            start = code.match[close]
+            spaces = {code.words[j] for j in range(close, signature_end)} & SPACES - {"thread"}
+            is_constructor = code.words[start - 1] == name
             has_constructor = has_constructor or is_constructor
-            if spaces and (is_constructor or "auto" in (code.text(j) for j in range(i, start))):
+            if spaces and (is_constructor or "auto" in (code.words[j] for j in range(i, start))):
                 code.blank(i, last)
             elif spaces:
-                const = "const " if "const" in (code.text(j) for j in range(close, signature_end)) else ""
+                const = "const " if "const" in (code.words[j] for j in range(close, signature_end)) else ""
                 comma = ", " if close > start + 1 else ""
-                code.tokens[start].text = f"(this {const}LILY_AS_{spaces.pop()} {name}& lily_self{comma}"
+                code.put(start, f"(this {const}LILY_AS_{spaces.pop()} {name}& lily_self{comma}")
                 code.blank(close + 1, last)
-                code.tokens[last].text = ";"
-        elif kind == "other" and code.text(i) not in _NO_DATA and not _MACRO.fullmatch(code.text(i)):
+                code.put(last, ";")
+        elif kind == "other" and code.words[i] not in _NO_DATA and not _MACRO.fullmatch(code.words[i]):
             has_data = True
         i = last + 1
     if not has_data:
@@ -497,12 +499,12 @@ def _decay_operands(tokens: list[_Token]) -> None:
         if token.text != "?" or token.directive:
             continue
         colon = code.operand_end(i + 1)
-        if code.text(colon) != ":":
+        if code.words[colon] != ":":
             continue
         last = code.operand_end(colon + 1) - 1
         for first, end in ((i + 1, colon - 1), (colon + 1, last)):
             # A > may end a template list that the operand is the last argument of.
-            if not any(code.text(j).startswith(">") for j in range(first, end + 1)):
+            if not any(code.words[j].startswith(">") for j in range(first, end + 1)):
                 code.tokens[first].before += "(lily::decay{}, "
                 code.tokens[end].after += ")"
 
@@ -513,71 +515,67 @@ def _decay_operands(tokens: list[_Token]) -> None:
 def _place_variables(tokens: list[_Token], mode: Mode) -> None:
     """Address spaces in front of a variable, as opposed to those of what a pointer points to."""
     code = _Code(tokens)
-    edits: list[tuple[int, str]] = []  # applied at the end: brackets() reads the tokens
-    for i, inside in code.brackets():
-        space = code.text(i)
-        if space not in SPACES or inside == "[":
+    for i, within in enumerate(code.inside()):
+        space = code.words[i]
+        if space not in SPACES or within == "[":
             continue
         name = _declared_name(code, i + 1)
         if name is None:
             continue
-        is_array = code.text(name + 1) == "["
-        if inside == "(":
+        is_array = code.words[name + 1] == "["
+        if within == "(":
             if mode == "strict" and is_array:
                 # An array parameter is a pointer; clang says so only without an address space.
-                last = code.closing(name + 1)
-                edits.append((name, f"(*{code.text(name)})"))
-                edits.extend((j, "") for j in range(name + 1, last + 1))
+                code.put(name, f"(*{code.words[name]})")
+                code.blank(name + 1, code.match[name + 1])
             continue
         start = i
-        while start > 0 and code.text(start - 1) not in (";", "{", "}", ">", ")", "#"):
+        while start > 0 and code.words[start - 1] not in (";", "{", "}", ">", ")", "#"):
             start -= 1
-        specifiers = {code.text(j) for j in range(start, name)}
+        specifiers = {code.words[j] for j in range(start, name)}
         if space == "constant":
             # A class has no constructor for an address space: in strict mode it keeps none.
             is_scalar = is_array or all(
-                code.text(j) in _QUALIFIERS | SPACES | _SCALARS for j in range(i + 1, name)
+                code.words[j] in _QUALIFIERS | SPACES | _SCALARS for j in range(i + 1, name)
             )
             kept = "LILY_AS_constant " if mode == "strict" and is_scalar else ""
-            edits.append((i, kept + ("" if specifiers & {"const", "constexpr"} else "const")))
+            code.put(i, kept + ("" if specifiers & {"const", "constexpr"} else "const"))
         elif space == "threadgroup" and mode == "host":
-            edits.append((i, ("" if "static" in specifiers else "static ") + "LILY_RT_THREADGROUP"))
+            code.put(i, ("" if "static" in specifiers else "static ") + "LILY_RT_THREADGROUP")
         elif space == "threadgroup":
-            edits.append((i, "LILY_AS_threadgroup"))
-            edits.extend(_bound_declarators(code, name))
-    for i, text in edits:
-        code.tokens[i].text = text
+            code.put(i, "LILY_AS_threadgroup")
+            _bind_declarators(code, name)
 
 
 def _declared_name(code: _Code, i: int) -> int | None:
     """Position of the variable's name if a type and a variable follow at i."""
-    while code.text(i) in _QUALIFIERS or code.text(i) in SPACES:
+    while code.words[i] in _QUALIFIERS or code.words[i] in SPACES:
         i += 1
-    if code.text(i) == "decltype":
-        i = code.closing(i + 1) + 1
-    elif code.text(i) in _BUILTIN_TYPES:
-        while code.text(i) in _BUILTIN_TYPES:
+    if code.words[i] == "decltype":
+        i = code.match[i + 1] + 1
+    elif code.words[i] in _BUILTIN_TYPES:
+        while code.words[i] in _BUILTIN_TYPES:
             i += 1
     elif code.is_word(i):
         i += 1
     else:
         return None
-    while code.text(i) in ("::", "<", "template"):
-        i = code.after_angles(i) if code.text(i) == "<" else i + (2 if code.text(i) == "::" else 1)
-    while code.text(i) in _QUALIFIERS or code.text(i) in SPACES:
+    while code.words[i] in ("::", "<", "template"):
+        i = code.after_angles(i) if code.words[i] == "<" else i + (2 if code.words[i] == "::" else 1)
+    while code.words[i] in _QUALIFIERS or code.words[i] in SPACES:
         i += 1
-    after = code.after_angles(i + 1) if code.text(i + 1) == "<" else i + 1
-    return i if code.is_word(i) and code.text(after)[:1] in ("[", ";", ",", "=", "{", "(") else None
+    after = code.after_angles(i + 1) if code.words[i + 1] == "<" else i + 1
+    return i if code.is_word(i) and code.words[after][:1] in ("[", ";", ",", "=", "{", "(") else None
 
 
-def _bound_declarators(code: _Code, i: int) -> Iterator[tuple[int, str]]:
+def _bind_declarators(code: _Code, i: int) -> None:
     """Make every declarator from the name at i on a reference: C++ has no object in an address space."""
     while code.is_word(i):
-        yield i, f"(&{code.text(i)})"
-        while code.text(i + 1) == "[":
-            i = code.closing(i + 1)
-        yield i + 1, f" = lily::anywhere{{}}{code.text(i + 1)}"
-        if code.text(i + 1) != ",":
+        code.put(i, f"(&{code.words[i]})")
+        while code.words[i + 1] == "[":
+            i = code.match[i + 1]
+        code.put(i + 1, f" = lily::anywhere{{}}{code.words[i + 1]}")
+        if code.words[i + 1] != ",":
             return
         i += 2
 
@@ -587,54 +585,56 @@ def _bound_declarators(code: _Code, i: int) -> Iterator[tuple[int, str]]:
 
 def _rewrite_words(tokens: list[_Token], mode: Mode) -> None:
     code = _Code(tokens)
+    words = code.words
     types = {"half", "bfloat", "float16_t", "bfloat16_t"}  # whose functional cast may meet half and bfloat
     members: set[str] = set()  # class members that are named like a swizzle
-    for i, inside in code.brackets():
-        if code.text(i) in ("typename", "class", "using") and code.text(i + 2) in (",", ">", "="):
-            types.add(code.text(i + 1))
-        if inside == "class" and code.text(i - 1) not in (".", "->"):
-            members.add(code.text(i))
+    for i, within in enumerate(code.inside()):
+        if words[i] in ("typename", "class", "using") and words[i + 2] in (",", ">", "="):
+            types.add(words[i + 1])
+        if within == "class" and words[i - 1] not in (".", "->"):
+            members.add(words[i])
     for i, token in enumerate(code.tokens):
-        before, after = code.text(i - 1), code.text(i + 1)
+        word, before, after = words[i], words[i - 1], words[i + 1]
         if token.kind == "number":
-            if literal := _SHORT_LITERAL.fullmatch(token.text):
+            if literal := _SHORT_LITERAL.fullmatch(word):
                 name = "half" if literal[2] in "hH" else "bfloat"
-                token.text = f"{name}({literal[1]}{'' if '.' in literal[1] or 'e' in literal[1] else '.'}f)"
-            elif _PLAIN_REAL.fullmatch(token.text):
+                dot = "" if "." in literal[1] or "e" in literal[1].lower() else "."
+                token.text = f"{name}({literal[1]}{dot}f)"
+            elif _PLAIN_REAL.fullmatch(word):
                 token.text += "f"  # Metal has no double
         elif token.kind != "word":
             continue
-        elif token.text in SPACES:
+        elif word in SPACES:
             token.text = _address_space(code, i, mode)
-        elif token.text in ("kernel", "coherent"):
+        elif word in ("kernel", "coherent"):
             token.text = ""
-        elif token.text == "static_cast" and after == "<":
+        elif word == "static_cast" and after == "<":
             token.text = "lily::cast"
-        elif token.text in types and after == "(" and _is_functional_cast(code, i):
-            token.text = f"lily::make<{token.text}>"
-        elif before in (".", "->") and _SWIZZLE.fullmatch(token.text) and token.text not in members:
-            lanes = ", ".join(str(_LANE[letter]) for letter in token.text)
+        elif word in types and after == "(" and _is_functional_cast(code, i):
+            token.text = f"lily::make<{word}>"
+        elif before in (".", "->") and after != "(" and _SWIZZLE.fullmatch(word) and word not in members:
+            lanes = ", ".join(str(_LANE[letter]) for letter in word)
             call = "lily_set" if after in _ASSIGNMENTS else "lily_get"
-            token.text = f"{call}(lily::lanes<{lanes}>{{}})" if after != "(" else token.text
+            token.text = f"{call}(lily::lanes<{lanes}>{{}})"
 
 
 def _address_space(code: _Code, i: int, mode: Mode) -> str:
-    space = code.text(i)
+    space = code.words[i]
     if mode == "strict":
         return "" if space == "thread" else f"LILY_AS_{space}"
     before = i - 1
-    while code.text(before) == "const":
+    while code.words[before] == "const":
         before -= 1
-    of_this = code.text(before) == ")" and code.text(i + 1) in ("{", ";", ":", "=", "const", "noexcept")
-    twice = "const" in (code.text(i - 1), code.text(i + 1))
+    of_this = code.words[before] == ")" and code.words[i + 1] in ("{", ";", ":", "=", "const", "noexcept")
+    twice = "const" in (code.words[i - 1], code.words[i + 1])
     return "const" if space == "constant" and not (of_this or twice) else ""
 
 
 def _is_functional_cast(code: _Code, i: int) -> bool:
-    before = code.text(i - 1)
-    if before in (".", "->", "::", "~") or code.text(i + 2) == "{":
+    before = code.words[i - 1]
+    if before in (".", "->", "::", "~") or code.words[i + 2] == "{":
         return False
     if code.is_word(i - 1) and before not in ("return", "else", "case", "do"):
         return False  # a declaration, operator T(), typename T
     # T (*f)(...) and T (&a)[n] are declarators.
-    return not (code.text(i + 2) in ("*", "&") and code.text(code.closing(i + 1) + 1) in ("(", "["))
+    return not (code.words[i + 2] in ("*", "&") and code.words[code.match[i + 1] + 1] in ("(", "["))
