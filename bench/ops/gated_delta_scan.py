@@ -1,12 +1,11 @@
 """Time the gated DeltaNet scan: our layouts, and mlx-lm's packed kernel on the same arrays.
 
-    python bench/ops/gated_delta_scan.py --json results.jsonl
+    python -m bench.ops.gated_delta_scan --json results.jsonl
 
 Shapes are one layer of Qwen3.6-35B-A3B (16 key heads, 32 value heads, sizes 128), batch 1, bfloat16. Every
 arm is checked against the fp32 reference before it is timed; one that is wrong or does not compile is
 reported and left out. Arms take turns, sample by sample; a sample is a chain of calls, each starting from
-the state of the one before, and its time includes the launches. On CUDA mlx-lm has no kernel: the text of
-its Metal kernel, taken from the installed package, is compiled through prelude/cuda.h.
+the state of the one before, and its time includes the launches. On CUDA mlx-lm has no kernel: see bridge.py.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import mlx.core as mx
-from mlx_lm.models import gated_delta as stock
 
 from lily_mlx.launch import backend as backends
-from lily_mlx.launch import source
 from lily_mlx.ops import gated_delta_scan as op
+
+from ..bridge import packed_scan
 
 Arrays = dict[str, mx.array]
 Arm = Callable[..., tuple[mx.array, mx.array]]
@@ -48,13 +46,6 @@ PREFILL_LAYOUTS = [
     (32, 1, 2, 4),
     (4, 1, 1, 4),
 ]
-
-CUDA_BRIDGE = """
-template <typename T>
-__device__ T simd_shuffle_xor(T x, int lane_mask) {
-  return lily_shuffle_xor(x, u32(lane_mask));
-}
-"""
 
 
 def problem(T: int, heads: tuple[int, int], size: int, dtype: mx.Dtype) -> Arrays:
@@ -79,42 +70,6 @@ def problem(T: int, heads: tuple[int, int], size: int, dtype: mx.Dtype) -> Array
 def our_arm(layout: tuple[int, int, int, int], backend: str) -> Arm:
     tile = dict(zip(("lanes", "rows", "ahead", "simdgroups"), layout, strict=True))
     return lambda **arrays: op.gated_delta_scan(**arrays, tile=tile, backend=backend)
-
-
-def packed_arm(backend: str) -> Arm:
-    """mlx-lm's packed kernel: as it is on Metal, elsewhere its text through another launcher."""
-    if backend == "metal":
-        return lambda **arrays: stock.gated_delta_kernel(**arrays)
-    with (
-        patch.object(mx.metal, "is_available", lambda: True),
-        patch.object(mx.fast, "metal_kernel", lambda **description: description),
-    ):
-        description: dict[str, Any] = stock._make_gated_delta_packed_kernel()
-    if backend == "cuda":
-        # A scalar is a pointer here.
-        description["input_names"] = [f"{n}_pointer" if n == "T" else n for n in description["input_names"]]
-        description["source"] = "const int T = T_pointer[0];\n" + description["source"]
-        description["header"] = source.prelude("cuda") + CUDA_BRIDGE
-        description["name"] += "_bridged"
-        kernel = mx.fast.cuda_kernel(**description)
-    else:
-        from lily_mlx.launch import host
-
-        kernel = host.metal_kernel(**description)
-
-    def call(q, k, v, g, beta, state):
-        _, T, Hk, Dk = q.shape
-        Hv, Dv = v.shape[2:]
-        return kernel(
-            inputs=[q, k, v, g, beta, state, mx.array(T)],
-            template=[("InT", q.dtype), ("StT", state.dtype), ("Dk", Dk), ("Dv", Dv), ("Hk", Hk), ("Hv", Hv)],
-            grid=(32, Dv // 8, Hv),
-            threadgroup=(32, 2, 1),
-            output_shapes=[v.shape, state.shape],
-            output_dtypes=[q.dtype, state.dtype],
-        )
-
-    return call
 
 
 def error(got: mx.array, want: mx.array) -> float:
@@ -192,7 +147,7 @@ def main() -> int:
         want_y, want_state = op.gated_delta_scan_reference(**arrays)
         mx.eval(want_y, want_state)
         layouts = DECODE_LAYOUTS if T == 1 else PREFILL_LAYOUTS
-        makers: dict[str, Callable[[], Arm]] = {"mlx-lm packed": lambda: packed_arm(backend)}
+        makers: dict[str, Callable[[], Arm]] = {"mlx-lm packed": lambda: packed_scan(backend)}
         makers |= {"-".join(map(str, x)): lambda x=x: our_arm(x, backend) for x in layouts}
 
         arms: dict[str, Arm] = {}
