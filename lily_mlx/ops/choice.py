@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..launch import backend
 from ..settings import settings
+from .trust import distrust
 
 
 def why_off(op: str) -> str | None:
@@ -14,6 +15,7 @@ def why_off(op: str) -> str | None:
     """
     if op in settings().disabled_ops:
         return f"LILY_DISABLE names {op}"
-    if backend.resolve() == "ops":
+    used = backend.resolve()
+    if used == "ops":
         return "the ops back-end is MLX's own ops"
-    return None
+    return distrust(op, used)

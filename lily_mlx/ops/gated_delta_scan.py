@@ -27,6 +27,7 @@ import mlx.core as mx
 from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, Variant, declare, launch
 from ..tiles import choose
+from .trust import self_check
 
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 
@@ -229,3 +230,28 @@ def gated_delta_scan(
         backend=backend,
     )
     return y, state
+
+
+@self_check("gated_delta_scan")
+def _self_check(backend: str) -> str | None:
+    """Nine tokens of two value heads of the real size, masked at one, against the reference."""
+    B, T, Hk, Hv, D = 1, 9, 1, 2, 128
+    keys = mx.random.split(mx.random.key(0), 6)
+
+    def normal(key: mx.array, *shape: int) -> mx.array:
+        return mx.random.normal(shape, key=key).astype(mx.bfloat16)
+
+    q, k = (normal(key, B, T, Hk, D) * D**-0.5 for key in keys[:2])
+    v = normal(keys[2], B, T, Hv, D)
+    g = mx.sigmoid(mx.random.normal((B, T, Hv), key=keys[3]) + 2)
+    beta = mx.sigmoid(normal(keys[4], B, T, Hv))
+    state = mx.random.normal((B, Hv, D, D), key=keys[5])
+    mask = mx.arange(T)[None] != 4
+    got = gated_delta_scan(q, k, v, g, beta, state, mask, backend=backend)
+    want = gated_delta_scan_reference(q, k, v, g, beta, state, mask)
+    # bfloat16 rounds y once, by at most 2^-8 of a value; the state is float32 throughout.
+    for name, ours, theirs, bound in (("y", got[0], want[0], 2**-7), ("state", got[1], want[1], 1e-5)):
+        error = float((mx.abs(ours.astype(mx.float32) - theirs).max() / mx.abs(theirs).max()).item())
+        if not error <= bound:
+            return f"{name} is {error:.1e} off the reference, allowed {bound:.1e}"
+    return None
