@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 
@@ -251,7 +252,7 @@ def _self_check(backend: str) -> str | None:
     want = gated_delta_scan_reference(q, k, v, g, beta, state, mask)
     # bfloat16 rounds y once, by at most 2^-8 of a value; the state is float32 throughout.
     for name, ours, theirs, bound in (("y", got[0], want[0], 2**-7), ("state", got[1], want[1], 1e-5)):
-        error = float((mx.abs(ours.astype(mx.float32) - theirs).max() / mx.abs(theirs).max()).item())
+        error: Any = (mx.abs(ours.astype(mx.float32) - theirs).max() / mx.abs(theirs).max()).item()
         if not error <= bound:
             return f"{name} is {error:.1e} off the reference, allowed {bound:.1e}"
     return None
