@@ -2,8 +2,8 @@
 
 Kernels are tested on the CPU and on other GPUs, but the user's chip and compiler may be ones that nobody
 tried. So before an op's kernel is used on a GPU, it runs on a small problem and is compared with the op's
-fp32 reference. If it does not compile, or is wrong, the op takes the stock path and one line on stderr says so.
-What passed is remembered in the cache folder for this chip, system, MLX and kernel text.
+fp32 reference. If it does not compile, or is wrong, the op takes the stock path and one line on stderr says
+so. What passed is remembered in the cache folder for this chip, system, MLX and kernel text.
 """
 
 from __future__ import annotations
