@@ -377,7 +377,7 @@ def test_matmul2d_on_tensors(simdgroups: int) -> None:
 def test_atomics_and_threadgroup_memory() -> None:
     counts, extremes, swapped = run(
         """threadgroup atomic_uint bins[4];
-        threadgroup float rows[2][32];
+        SHARED float rows[2][32];
         uint i = thread_position_in_grid.x;
         if (i < 4) { atomic_store_explicit(&bins[i], 0u, memory_order_relaxed); }
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -394,6 +394,7 @@ def test_atomics_and_threadgroup_memory() -> None:
         if (i < 4) { counts[i] = atomic_load_explicit(&bins[i], memory_order_relaxed) + rows[1][i]; }""",
         {"counts": ((4,), mx.uint32), "extremes": ((2,), mx.int32), "swapped": ((1,), mx.float32)},
         threads=64,
+        header="#define SHARED threadgroup\n",
         init_value=0,
     )
     assert counts.tolist() == [sum(range(r, 64, 4)) + 32 + r for r in range(4)]

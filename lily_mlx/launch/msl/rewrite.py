@@ -31,7 +31,7 @@ _TOKEN = re.compile(
   | (?P<comment> //[^\n]* | /\*.*?\*/ )
   | (?P<string> "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' )
   | (?P<number> (?:0[xX][0-9a-fA-F]+(?:\.[0-9a-fA-F]*)?(?:[pP][+-]?\d+)?
-                 | (?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?) \w* )
+                 | (?:\d+(?:'\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?) \w* )
   | (?P<word> [A-Za-z_]\w* )
   | (?P<mark> ::|->\*?|\+\+|--|<<=|>>=|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|\.\.\.|\#\#|<<|. )
     """,
@@ -77,6 +77,7 @@ def translate(source: str, *, mode: Mode = "host") -> str:
         mode: ``host`` to run it; ``strict`` to check it with real address spaces (C++23, ``-DLILY_STRICT``).
     """
     tokens = _tokens(source)
+    _expand_space_macros(tokens)
     _blank_attributes(tokens)
     if mode == "host":
         _collapse_overloads(tokens)
@@ -265,6 +266,19 @@ class _Code:
                 return i
             i += 1
         return i
+
+
+def _expand_space_macros(tokens: list[_Token]) -> None:
+    """Put the address space in place of a macro that stands for one."""
+    code = _Code(tokens)
+    macros: dict[str, str] = {}
+    for i, token in enumerate(code.tokens):
+        if code.words[i] in macros and not token.directive:
+            code.put(i, macros[code.words[i]])
+        elif code.words[i - 1] == "define" and code.words[i + 1] in SPACES:
+            ends = code.words[i + 2] in ("#", "") or not code.tokens[i + 2].directive
+            if ends:  # nothing but the address space
+                macros[code.words[i]] = code.words[i + 1]
 
 
 def _blank_attributes(tokens: list[_Token]) -> None:

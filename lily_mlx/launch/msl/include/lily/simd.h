@@ -143,24 +143,37 @@ struct bit_xor {
   }
 };
 
-// Each group of W lanes (32: the simdgroup, 4: its quads) reduced; lanes that are not active are left out.
+// Each group of W lanes (32: the simdgroup, 4: its quads) reduced; lanes that are not active are left out. Pairs of
+// neighbours, then pairs of those, and so on: what the ascending butterfly leaves in every lane.
 template <int W, typename Op, typename T>
-void reduce_groups(T* v, uint active) {
-  for (int step = 1; step < W; step *= 2) {
-    for (int i = 0; i < 32; i += 2 * step) {
-      if ((active >> (i + step)) & 1) {
-        v[i] = (active >> i) & 1 ? Op::of(v[i], v[i + step]) : v[i + step];
-        active |= 1u << i;
+void reduce_groups(T* v, rt::u32 active) {
+  T pairs[32];
+  uint present = active;
+  for (int i = 0; i < 32; ++i) {
+    pairs[i] = v[i];
+  }
+  for (int n = 16; n >= 32 / W; n /= 2) {
+    if (active == 0xffffffffu) {
+      for (int i = 0; i < n; ++i) {
+        pairs[i] = Op::of(pairs[2 * i], pairs[2 * i + 1]);
       }
+    } else {
+      uint either = 0;
+      for (int i = 0; i < n; ++i) {
+        uint has = (present >> (2 * i)) & 3;
+        pairs[i] = has == 3 ? Op::of(pairs[2 * i], pairs[2 * i + 1]) : pairs[2 * i + (has == 2)];
+        either |= uint(has != 0) << i;
+      }
+      present = either;
     }
   }
   for (int i = 0; i < 32; ++i) {
-    v[i] = v[i / W * W];
+    v[i] = pairs[i / W];
   }
 }
 // Running value over the active lanes of each group, in lane order.
 template <int W, typename Op, bool inclusive, typename T>
-void scan_groups(T* v, uint active) {
+void scan_groups(T* v, rt::u32 active) {
   for (int base = 0; base < 32; base += W) {
     T running = __is_same(Op, product) ? T(1) : T(0);
     for (int i = base; i < base + W; ++i) {

@@ -14,8 +14,15 @@ namespace lily {
 template <int... I>
 struct lanes {};
 
+constexpr int power_of_two(int n) {
+  int p = 1;
+  while (p < n) {
+    p *= 2;
+  }
+  return p;
+}
 template <typename T, int N>
-struct alignas((N == 3 ? 4 : N) * sizeof(T)) storage {
+struct alignas(power_of_two(N) * sizeof(T)) storage {
   T v[N];
 };
 template <typename T>
