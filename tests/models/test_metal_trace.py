@@ -1,0 +1,28 @@
+"""What a Metal machine would run for a step of the tiny checkpoint, traced here."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from lily_mlx.launch import backend, trace
+
+STEPS = {"prefill": 7, "decode": 1}
+
+
+@pytest.mark.parametrize("phase", STEPS)
+def test_scan_is_one_primitive_per_layer(lily, monkeypatch, phase):
+    model, _ = lily
+    cache = make_prompt_cache(model)
+    monkeypatch.setenv("LILY_BACKEND", "ops")
+    model(mx.array([[1, 2, 3]]), cache=cache)
+    mx.eval([c.state for c in cache])
+    monkeypatch.delenv("LILY_BACKEND")
+    tokens = mx.array([list(range(STEPS[phase]))])
+    with backend.override("metal"):
+        found = trace.primitives(lambda x: model(x, cache=cache), tokens)
+    scans = [p for p in found if p.source is not None and "gated_delta_scan" in p.name]
+    assert len(scans) == sum(layer.is_linear for layer in model.layers)
+    assert all(p.dispatches == 1 for p in scans)
+    text = scans[0].source
+    assert "[[kernel]] void" in text
+    assert "simd_shuffle_xor" in text
