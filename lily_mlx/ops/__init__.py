@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import gated_delta_scan
+from . import gated_delta_scan, gated_delta_step, qmv
 
-__all__ = ["gated_delta_scan"]
+__all__ = ["gated_delta_scan", "gated_delta_step", "qmv"]

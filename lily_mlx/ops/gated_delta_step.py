@@ -1,0 +1,298 @@
+"""Gated DeltaNet decode step: one token, from the input projections to the input of the output projection.
+
+    x = silu(conv(last 4 tokens of qkv));  q, k, v = split(x)
+    q = q / sqrt(|q|^2 + 1e-6) / sqrt(Dk);  k = k / sqrt(|k|^2 + 1e-6)
+    g = exp(-exp(A_log) softplus(a + dt_bias));  beta = sigmoid(b)
+    S = g S + beta (v - g S k) k^T
+    y = silu(z) * norm_weight * rmsnorm(S q)
+
+| array | shape | dtype |
+| --- | --- | --- |
+| qkv | any; C = 2 Hk Dk + Hv Dv elements from ``offsets[0]``: q, k and v of each head in turn | bfloat16, float16 or float32 |
+| z | any; Hv Dv elements from ``offsets[1]`` | as qkv |
+| b, a | any; Hv elements from ``offsets[2]`` and ``offsets[3]`` | as qkv |
+| conv_weight | [C, 4, 1], oldest token first | as qkv |
+| conv_state | [1, 3, C], oldest token first | as qkv |
+| A_log | [Hv] | any of the three |
+| dt_bias | [Hv] | as qkv |
+| norm_weight | [Dv] | as qkv |
+| state | [1, Hv, Dv, Dk] | float32 |
+| y (result) | [1, 1, Hv Dv] | as qkv |
+| conv_state (result) | [1, 3, C] | as qkv, the values given |
+| state (result) | [1, Hv, Dv, Dk] | float32 |
+
+Value head h reads key head h // (Hv // Hk). qkv, z, b and a may be one array. Everything between the inputs and
+the results is float32.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+
+from ..launch import backend as backends
+from ..launch.kernel import Buffer, Kernel, TemplateValue, Variant, declare, launch
+from ..tiles import choose
+
+ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+CONV_WIDTH = 4
+QK_NORM_EPS = 1e-6  # added to the sum of squares, as in the model's own code
+NO_OFFSETS = (0, 0, 0, 0)
+
+
+def _template(
+    dtype: mx.Dtype,
+    a_log_dtype: mx.Dtype,
+    sizes: Mapping[str, int],
+    offsets: Sequence[int],
+    eps: float,
+    tile: Mapping[str, int],
+) -> dict[str, TemplateValue]:
+    return {
+        "InT": dtype,
+        "ALogT": a_log_dtype,
+        **{axis: sizes[axis] for axis in ("Dk", "Dv", "Hk", "Hv")},
+        "QKV_OFFSET": offsets[0],
+        "Z_OFFSET": offsets[1],
+        "B_OFFSET": offsets[2],
+        "A_OFFSET": offsets[3],
+        "EPS_BITS": struct.unpack("<i", struct.pack("<f", eps))[0],
+        "LANES": tile["lanes"],
+        "SIMDGROUPS": _simdgroups(sizes["Dv"], tile),
+    }
+
+
+def _simdgroups(Dv: int, tile: Mapping[str, int]) -> int:
+    """Simdgroups of a threadgroup: the tile's, or as many as leave each a whole number of rows."""
+    rows_at_once, simdgroups = 32 // tile["lanes"], tile["simdgroups"]
+    while Dv % (rows_at_once * simdgroups):
+        simdgroups //= 2
+    return simdgroups
+
+
+def _variant(dtype: mx.Dtype, a_log_dtype: mx.Dtype, sizes: Mapping[str, int], **tile: int) -> Variant:
+    channels = 2 * sizes["Hk"] * sizes["Dk"] + sizes["Hv"] * sizes["Dv"]
+    template = _template(dtype, a_log_dtype, sizes, NO_OFFSETS, 1e-6, tile)
+    threads = 32 * _simdgroups(sizes["Dv"], tile)
+    return Variant(
+        template,
+        {"C": channels, "N": sizes["Hv"] * sizes["Dv"]},
+        (threads * sizes["Hv"], 1, 1),
+        (threads, 1, 1),
+    )
+
+
+_QWEN = {"Hk": 16, "Hv": 32, "Dk": 128, "Dv": 128}
+_SMALL = {"Hk": 4, "Hv": 12, "Dk": 96, "Dv": 64}
+
+KERNEL = declare(
+    Kernel(
+        stem="gated_delta_step",
+        inputs=(
+            Buffer("qkv", "*", "InT"),
+            Buffer("z", "*", "InT"),
+            Buffer("b", "*", "InT"),
+            Buffer("a", "*", "InT"),
+            Buffer("conv_weight", "C 4 1", "InT"),
+            Buffer("conv_state", "1 3 C", "InT"),
+            Buffer("A_log", "Hv", "ALogT"),
+            Buffer("dt_bias", "Hv", "InT"),
+            Buffer("norm_weight", "Dv", "InT"),
+            Buffer("state", "1 Hv Dv Dk", "float32"),
+        ),
+        outputs=(
+            Buffer("y", "1 1 N", "InT"),
+            Buffer("conv_out", "1 3 C", "InT"),
+            Buffer("state_out", "1 Hv Dv Dk", "float32"),
+        ),
+        template=(
+            "InT",
+            "ALogT",
+            "Dk",
+            "Dv",
+            "Hk",
+            "Hv",
+            "QKV_OFFSET",
+            "Z_OFFSET",
+            "B_OFFSET",
+            "A_OFFSET",
+            "EPS_BITS",
+            "LANES",
+            "SIMDGROUPS",
+        ),
+        variants=(
+            _variant(mx.bfloat16, mx.float32, _QWEN, lanes=8, simdgroups=16),
+            _variant(mx.bfloat16, mx.bfloat16, _QWEN, lanes=4, simdgroups=8),
+            _variant(mx.float16, mx.float32, _QWEN, lanes=8, simdgroups=8),
+            _variant(mx.bfloat16, mx.float32, _QWEN, lanes=16, simdgroups=16),
+            _variant(mx.float32, mx.float32, _SMALL, lanes=8, simdgroups=4),
+        ),
+        threadgroup_bytes=lambda values: 4 * (2 * values["Dk"] + 2 * values["Dv"]),
+    )
+)
+
+
+def supports(
+    qkv: mx.array,
+    z: mx.array,
+    b: mx.array,
+    a: mx.array,
+    conv_weight: mx.array,
+    conv_state: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    norm_weight: mx.array,
+    state: mx.array,
+    *,
+    Hk: int,
+    offsets: Sequence[int] = NO_OFFSETS,
+    backend: str | None = None,
+) -> str | None:
+    """None if the kernel takes these arrays on the back-end (by default the one in use), else the reason."""
+    if (backend or backends.resolve()) == "ops":
+        return "no GPU back-end"
+    if state.ndim != 4 or state.shape[0] != 1:
+        return f"state has shape {state.shape}, not [1, Hv, Dv, Dk]"
+    _, Hv, Dv, Dk = state.shape
+    if min(Hk, Hv, Dv, Dk) < 1 or Dk % 32 or Dv % 32:
+        return f"Dk={Dk} and Dv={Dv} must be multiples of 32"
+    if Hv % Hk:
+        return f"Hv={Hv} is not a multiple of Hk={Hk}"
+    C = 2 * Hk * Dk + Hv * Dv
+    expected = {
+        "conv_weight": (conv_weight, (C, CONV_WIDTH, 1)),
+        "conv_state": (conv_state, (1, CONV_WIDTH - 1, C)),
+        "A_log": (A_log, (Hv,)),
+        "dt_bias": (dt_bias, (Hv,)),
+        "norm_weight": (norm_weight, (Dv,)),
+    }
+    for name, (array, shape) in expected.items():
+        if array.shape != shape:
+            return f"{name} has shape {array.shape}, not {shape}"
+    projections = {"qkv": (qkv, C), "z": (z, Hv * Dv), "b": (b, Hv), "a": (a, Hv)}
+    for (name, (array, size)), offset in zip(projections.items(), offsets, strict=True):
+        if not 0 <= offset <= array.size - size:
+            return f"{name} has {array.size} elements; needs {size} from {offset}"
+    if qkv.dtype not in ACTIVATION_DTYPES:
+        return f"qkv is {qkv.dtype}"
+    same = {
+        "z": z,
+        "b": b,
+        "a": a,
+        "conv_weight": conv_weight,
+        "conv_state": conv_state,
+        "dt_bias": dt_bias,
+        "norm_weight": norm_weight,
+    }
+    for name, array in same.items():
+        if array.dtype != qkv.dtype:
+            return f"{name} is {array.dtype}, qkv is {qkv.dtype}"
+    if A_log.dtype not in ACTIVATION_DTYPES:
+        return f"A_log is {A_log.dtype}"
+    if state.dtype != mx.float32:
+        return f"state is {state.dtype}, not float32"
+    return None
+
+
+def gated_delta_step_reference(
+    qkv: mx.array,
+    z: mx.array,
+    b: mx.array,
+    a: mx.array,
+    conv_weight: mx.array,
+    conv_state: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    norm_weight: mx.array,
+    state: mx.array,
+    *,
+    Hk: int,
+    eps: float = 1e-6,
+    offsets: Sequence[int] = NO_OFFSETS,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The step in plain MLX, in float32; y is float32 too, the conv state has the dtype given."""
+    _, Hv, Dv, Dk = state.shape
+    f32 = mx.float32
+
+    def take(array: mx.array, offset: int, size: int) -> mx.array:
+        return array.reshape(-1)[offset : offset + size]
+
+    newest = take(qkv, offsets[0], 2 * Hk * Dk + Hv * Dv)
+    z, b, a = (
+        take(array, offset, size).astype(f32)
+        for array, offset, size in zip((z, b, a), offsets[1:], (Hv * Dv, Hv, Hv), strict=True)
+    )
+    window = mx.concatenate([conv_state[0], newest[None]])
+    mixed = (window.astype(f32) * conv_weight[..., 0].T.astype(f32)).sum(0)
+    mixed = mixed * mx.sigmoid(mixed)
+    q, k, v = mx.split(mixed, [Hk * Dk, 2 * Hk * Dk])
+    q, k = (mx.repeat(x.reshape(Hk, Dk), Hv // Hk, axis=0) for x in (q, k))
+    q, k = (x * mx.rsqrt((x * x).sum(-1, keepdims=True) + QK_NORM_EPS) for x in (q, k))
+    q = q * Dk**-0.5
+    v = v.reshape(Hv, Dv)
+
+    g = mx.exp(-mx.exp(A_log.astype(f32)) * mx.logaddexp(a + dt_bias.astype(f32), 0.0))
+    beta = mx.sigmoid(b)
+    decayed = g[:, None, None] * state[0]
+    delta = beta[:, None] * (v - (decayed * k[:, None]).sum(-1))
+    after = decayed + delta[..., None] * k[:, None]
+    readout = (after * q[:, None]).sum(-1)
+    normalised = readout * mx.rsqrt((readout * readout).mean(-1, keepdims=True) + eps)
+    y = normalised.reshape(-1) * mx.tile(norm_weight.astype(f32), Hv) * z * mx.sigmoid(z)
+    return y[None, None], window[None, 1:], after[None]
+
+
+def gated_delta_step(
+    qkv: mx.array,
+    z: mx.array,
+    b: mx.array,
+    a: mx.array,
+    conv_weight: mx.array,
+    conv_state: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    norm_weight: mx.array,
+    state: mx.array,
+    *,
+    Hk: int,
+    eps: float = 1e-6,
+    offsets: Sequence[int] = NO_OFFSETS,
+    tile: Mapping[str, int] | None = None,
+    backend: str | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Run the step on the GPU (or the host back-end).
+
+    Args:
+        qkv ... state: see the module's table; :func:`supports` must answer None.
+        Hk: key heads.
+        eps: of the RMSNorm of the readout.
+        offsets: first element of qkv, z, b and a in their arrays.
+        tile: ``lanes`` and ``simdgroups``; by default from the tile table.
+        backend: ``metal``, ``cuda`` or ``host``; by default the one in use.
+
+    Returns:
+        (y, conv_state, state).
+
+    Raises:
+        ValueError: the arrays do not fit the kernel.
+    """
+    _, Hv, Dv, Dk = state.shape
+    backend = backend or backends.resolve()
+    if tile is None:
+        tile = choose("gated_delta_step", backends.chip(backend), Hv=Hv, Dk=Dk, Dv=Dv)
+    sizes = {"Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv}
+    template = _template(qkv.dtype, A_log.dtype, sizes, offsets, eps, tile)
+    threads = 32 * _simdgroups(Dv, tile)
+    y, conv_state, state = launch(
+        KERNEL,
+        [qkv, z, b, a, conv_weight, conv_state, A_log, dt_bias, norm_weight, state],
+        template=template,
+        grid=(threads * Hv, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(1, 1, Hv * Dv), conv_state.shape, state.shape],
+        output_dtypes=[qkv.dtype, qkv.dtype, mx.float32],
+        backend=backend,
+    )
+    return y, conv_state, state
