@@ -1,0 +1,376 @@
+"""``lily-mlx bench graph``: the kernels of one forward pass as Metal would run them, traced without Metal.
+
+For stock and for Lily the report counts launches, serial stages and memory traffic of one decoded token, or
+of one chunk of a prefill, and sets them beside the least that the model's weights and state allow. What
+counts as a launch, a stage and a byte is defined in lily_mlx/launch/trace.py and metal_costs.py. No Metal
+device and, with ``--random-weights``, no checkpoint is needed, and no weight takes memory.
+
+A decode step ends with the logits: choosing the token is left out for both engines. A prefill chunk computes,
+as mlx-lm's generator asks, what the cache keeps: no output head, nothing of the last layer after its cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_map_with_path
+from mlx_lm.models.cache import KVCache
+
+import lily_mlx
+from lily_mlx import checkpoint, engine
+from lily_mlx.errors import UsageError
+from lily_mlx.launch import backend, trace
+from lily_mlx.launch.kernel import all_kernels
+from lily_mlx.ops.trust import distrust
+
+from . import random_weights
+from .numerics import write_json
+from .oracle import twin
+
+__all__ = ["Limit", "add_parser", "limit", "report", "run", "trace_pass", "weightless"]
+
+BANDWIDTHS = {
+    "M1 Max": 400,
+    "M2 Ultra": 800,
+    "M3 Max (40-core GPU)": 400,
+    "M3 Ultra": 819,
+    "M4 Pro": 273,
+    "M4 Max (40-core GPU)": 546,
+    "M5": 153,
+    "M5 Pro": 307,
+    "M5 Max (40-core GPU)": 614,
+    "NVIDIA H200 (measured copy)": 4300,
+}
+"""Memory bandwidths in GB/s: Apple's published figures, and a copy that was measured."""
+
+REFERENCE_ENGINE = {"dispatches": 795, "stages": 555}
+"""What the engine that the project starts from reports for a decoded token of Qwen3.6-35B-A3B."""
+
+REFERENCE_SHAPE = {"hidden_size": 2048, "num_hidden_layers": 40, "num_experts": 256, "vocab_size": 248320}
+
+# MLX puts a kernel's template arguments after its name, Lily's launcher a hash of them.
+_SPECIALISATION = re.compile(r"(__.*|_[0-9a-f]{16})$")
+
+CACHE_STEP = KVCache.step  # a KV cache grows by so many positions
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The least one forward pass must do, whoever runs it.
+
+    Attributes:
+        weights: bytes of every weight that is used, once; of the experts the chosen ones.
+        state: bytes of the recurrent and convolution states, read and written.
+        kv: bytes of keys and values: those of the context read, the new ones written.
+        operations: floating-point operations of the products with weights and of attention, 2 a
+            multiply-add.
+    """
+
+    weights: int
+    state: int
+    kv: int
+    operations: int
+
+    @property
+    def bytes(self) -> int:
+        """All memory traffic."""
+        return self.weights + self.state + self.kv
+
+
+# --- The model ----------------------------------------------------------------------------------------------
+
+
+def weightless(model: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
+    """Replace every array of ``model`` by a constant of its shape, which takes no memory; returns ``model``.
+
+    Args:
+        model: stock's; its arrays need not be evaluated.
+        dtype: of the floating-point parameters that a checkpoint stores in 16 bits; None leaves them.
+    """
+
+    def constant(name: str, array: mx.array) -> mx.array:
+        if dtype is not None and mx.issubdtype(array.dtype, mx.floating) and model.cast_predicate(name):
+            return _constant(array.shape, dtype)
+        return _constant(array.shape, array.dtype)
+
+    model.update(tree_map_with_path(constant, model.parameters()))
+    model.eval()
+    return model
+
+
+def _constant(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    array = mx.broadcast_to(mx.zeros((), dtype), shape)
+    mx.eval(array)
+    return array
+
+
+def _from_config(config: dict[str, Any]) -> nn.Module:
+    """Stock's model of a config, its layers quantised as the config says."""
+    stock = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model: nn.Module = stock.Model(stock.ModelArgs.from_dict(config))
+    if config.get("quantization"):
+        random_weights._quantize(model, config["quantization"])
+    return weightless(model, mx.bfloat16)
+
+
+def _from_checkpoint(path_or_repo: str) -> nn.Module:
+    from mlx_lm.utils import load_model
+
+    path = checkpoint.resolve(path_or_repo)
+    checkpoint.read_checkpoint(path)
+    with engine.one_line_errors(path):
+        model, _ = load_model(path, lazy=True)
+    return weightless(model)
+
+
+def _cache(model: nn.Module, context: int, tokens: int) -> list[Any]:
+    """The model's cache after ``context`` tokens, without data, with room for ``tokens`` more."""
+    cache: list[Any] = model.make_cache()
+    if context == 0:
+        return cache
+    room = -(-(context + tokens) // CACHE_STEP) * CACHE_STEP
+    for layer, entry in zip(model.layers, cache, strict=True):
+        if layer.is_linear:
+            net = layer.linear_attn
+            dtype = net.conv1d.weight.dtype
+            entry[0] = _constant((1, net.conv_kernel_size - 1, net.conv_dim), dtype)
+            entry[1] = _constant((1, net.num_v_heads, net.head_v_dim, net.head_k_dim), mx.float32)
+        else:
+            attention = layer.self_attn
+            shape = (1, attention.num_key_value_heads, room, attention.head_dim)
+            entry.keys, entry.values = (_constant(shape, attention.k_norm.weight.dtype) for _ in range(2))
+            entry.offset = context
+    return cache
+
+
+def _contents(cache: list[Any]) -> list[mx.array]:
+    pairs = [(e.keys, e.values) if hasattr(e, "keys") else (e[0], e[1]) for e in cache]
+    return [array for pair in pairs for array in pair]
+
+
+# --- Counting -----------------------------------------------------------------------------------------------
+
+
+def trace_pass(model: nn.Module, phase: str, tokens: int, context: int) -> list[trace.Primitive]:
+    """The primitives of one forward pass of ``model``, stock's or Lily's, on Metal.
+
+    Args:
+        model: see :func:`weightless`.
+        phase: ``decode`` ends with the logits, ``prefill`` with what the cache keeps.
+        tokens: of the pass, at batch 1.
+        context: tokens that the cache holds before it.
+
+    Raises:
+        TraceError: the graph holds something that MLX cannot export.
+    """
+    cache = _cache(model, context, tokens)
+    for kernel in all_kernels():
+        distrust(kernel.stem, "metal")  # on a Mac, self-checks must not run inside the trace
+
+    def forward(ids: mx.array) -> list[mx.array]:
+        logits = model(ids, cache=cache)
+        return [*_contents(cache), *([logits] if phase == "decode" else [])]
+
+    with backend.override("metal"):
+        return trace.primitives(forward, mx.zeros((1, tokens), mx.int32))
+
+
+def limit(model: nn.Module, phase: str, tokens: int, context: int) -> Limit:
+    """The least that a pass must do; arguments as for :func:`trace_pass`."""
+    text = model.language_model.args
+    head = tokens if phase == "decode" else 0
+    weights = state = kv = 0
+    operations = 0
+    for name, module in model.named_modules():
+        arrays = {key: value for key, value in module.items() if isinstance(value, mx.array)}
+        nbytes, rows = sum(array.nbytes for array in arrays.values()), tokens
+        if "switch_mlp" in name:
+            chosen = tokens * text.num_experts_per_tok
+            nbytes = nbytes * min(chosen, text.num_experts) // text.num_experts
+            rows = chosen / text.num_experts
+        elif name.endswith("embed_tokens"):
+            rows = head if text.tie_word_embeddings else 0
+            nbytes = nbytes if rows else nbytes * min(tokens, text.vocab_size) // text.vocab_size
+        elif name.endswith("lm_head"):
+            nbytes, rows = nbytes if head else 0, head
+        weights += nbytes
+        if "weight" in arrays and module.weight.ndim > 1:
+            elements = module.weight.size * (32 // module.bits if "scales" in arrays else 1)
+            operations += round(2 * rows * elements)
+    for layer, entry in zip(model.layers, _cache(model, max(context, 1), tokens), strict=True):
+        nbytes = sum(array.nbytes for array in _contents([entry]))
+        if layer.is_linear:
+            state += 2 * nbytes
+            # decay 1, recall 2, update 2, readout 2 for each element of the state
+            operations += 7 * tokens * entry[1].size
+        else:
+            a_position = nbytes // entry.keys.shape[2]
+            kv += a_position * (context + 2 * tokens)
+            pairs = tokens * context + tokens * (tokens + 1) // 2
+            operations += 4 * layer.self_attn.num_attention_heads * layer.self_attn.head_dim * pairs
+    return Limit(weights, state, kv, operations)
+
+
+def report(
+    model: nn.Module, phase: str, tokens: int, context: int, bandwidths: Mapping[str, float]
+) -> dict[str, Any]:
+    """Count one pass of stock and of Lily and the limit of both.
+
+    Args:
+        model: stock's model, weightless.
+        phase, tokens, context: as for :func:`trace_pass`.
+        bandwidths: GB/s by device.
+
+    Returns:
+        ``engines`` (``stock`` and ``lily``: the fields of :class:`~lily_mlx.launch.trace.Summary` and
+        ``by_primitive``, most bytes first), ``limit``, ``bounds`` (tokens a second that the limit's bytes
+        allow on each device) and ``reference_engine`` (None unless the shape is its model's).
+    """
+    engines = {}
+    for name, module in (("stock", model), ("lily", lily_mlx.convert(twin(model)))):
+        found = trace_pass(module, phase, tokens, context)
+        engines[name] = {**asdict(trace.summary(found)), "by_primitive": _by_primitive(found)}
+        del engines[name]["by_name"]
+    least = limit(model, phase, tokens, context)
+    text = model.language_model.args
+    same = phase == "decode" and all(getattr(text, key) == n for key, n in REFERENCE_SHAPE.items())
+    return {
+        "phase": phase,
+        "tokens": tokens,
+        "context": context,
+        "engines": engines,
+        "reference_engine": REFERENCE_ENGINE if same else None,
+        "limit": {**asdict(least), "bytes": least.bytes},
+        "bounds": [
+            {"device": device, "gb_per_s": rate, "tokens_per_s": tokens * rate * 1e9 / least.bytes}
+            for device, rate in bandwidths.items()
+        ],
+    }
+
+
+def _by_primitive(found: list[trace.Primitive]) -> list[dict[str, Any]]:
+    totals: dict[str, Counter[str]] = {}
+    for p in found:
+        if p.dispatches:
+            name = _SPECIALISATION.sub("", p.name)
+            totals.setdefault(name, Counter()).update(
+                dispatches=p.dispatches, bytes_read=p.bytes_read, bytes_written=p.bytes_written
+            )
+    rows = [{"name": name, **counts} for name, counts in totals.items()]
+    return sorted(rows, key=lambda row: -row["bytes_read"] - row["bytes_written"])
+
+
+# --- The command --------------------------------------------------------------------------------------------
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add ``graph`` to the subcommands of ``lily-mlx bench``."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "graph",
+        help="launches, serial stages and bytes of a forward pass on Metal, counted on any machine",
+        description="Count the kernel launches, serial stages and memory traffic of one forward pass of "
+        "stock and of Lily as Metal would run it, beside the least that the model allows. Needs no Metal.",
+    )
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", help="a checkpoint folder or a Hugging Face repo")
+    source.add_argument(
+        "--random-weights", metavar="CONFIG", help="a config.json or a built-in name: qwen3.6-35b-a3b"
+    )
+    add("--phase", choices=("decode", "prefill"), default="decode", help="default: %(default)s")
+    add("--tokens", type=int, help="tokens of the pass (default: 1 in decode, 2048 in prefill)")
+    add("--context", type=int, help="tokens in the cache (default: 4096 in decode, 0 in prefill)")
+    add("--bandwidth", type=float, metavar="GB/S", help="give the bound for this memory bandwidth instead")
+    add("--top", type=int, default=15, help="primitives to list (default: %(default)s)")
+    add("--json", type=Path, help="write everything to this file")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run ``lily-mlx bench graph``; returns the exit status.
+
+    Raises:
+        UsageError: an argument that cannot be used.
+    """
+    decode = args.phase == "decode"
+    tokens = args.tokens if args.tokens is not None else (1 if decode else 2048)
+    context = args.context if args.context is not None else (4096 if decode else 0)
+    for name, value, low in (("tokens", tokens, 1), ("context", context, 0), ("top", args.top, 1)):
+        if value < low:
+            raise UsageError(f"--{name} is {value}; it must be at least {low}")
+    if args.bandwidth is not None and not args.bandwidth > 0:
+        raise UsageError(f"--bandwidth is {args.bandwidth}; it must be above 0 GB/s")
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise UsageError(f"--json is {str(args.json)!r}, whose folder does not exist")
+    engine.require_mlx()
+    if args.model:
+        model = _from_checkpoint(args.model)
+    else:
+        model = _from_config(random_weights.read_config(args.random_weights))
+    bandwidths = {"this bandwidth": args.bandwidth} if args.bandwidth else BANDWIDTHS
+    found = {"model": args.model or args.random_weights} | report(
+        model, args.phase, tokens, context, bandwidths
+    )
+    if args.json:
+        write_json(args.json, found)
+    _print(found, args.top)
+    return 0
+
+
+def _print(found: Mapping[str, Any], top: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    stock, lily = found["engines"]["stock"], found["engines"]["lily"]
+    least, reference = found["limit"], found["reference_engine"]
+    what = f"{found['phase']}: {found['tokens']} token{'s' * (found['tokens'] > 1)} after {found['context']}"
+
+    def table(title: str, *columns: str) -> Table:
+        made = Table(title=title)
+        for i, name in enumerate(columns):
+            made.add_column(name, justify="right" if i else "left", no_wrap=True)
+        return made
+
+    totals = table(f"{found['model']}, {what}, on Metal", "", "stock", "lily", "reference engine", "limit")
+    for label, key in (("kernel launches", "dispatches"), ("serial stages", "stages")):
+        theirs = f"{reference[key]:,}" if reference else ""
+        totals.add_row(label, f"{stock[key]:,}", f"{lily[key]:,}", theirs, "")
+    for label, key in (("GB read", "bytes_read"), ("GB written", "bytes_written")):
+        totals.add_row(label, f"{stock[key] / 1e9:,.3f}", f"{lily[key] / 1e9:,.3f}", "", "")
+    moved = [f"{(e['bytes_read'] + e['bytes_written']) / 1e9:,.3f}" for e in (stock, lily)]
+    totals.add_row("GB in all", *moved, "", f"{least['bytes'] / 1e9:,.3f}")
+    console.print(totals)
+
+    parts = table("primitives", "primitive", "stock", "lily", "stock MB", "lily MB")
+    merged: dict[str, dict[str, tuple[int, float]]] = {}
+    for name, summary in found["engines"].items():
+        for row in summary["by_primitive"]:
+            moved = (row["bytes_read"] + row["bytes_written"]) / 1e6
+            merged.setdefault(row["name"], {})[name] = (row["dispatches"], moved)
+    ordered = sorted(merged.items(), key=lambda item: -max(n for n, _ in item[1].values()))
+    for name, by_engine in ordered[:top]:
+        (n, mb), (m, mc) = (by_engine.get(e, (0, 0.0)) for e in ("stock", "lily"))
+        parts.add_row(name, f"{n:,}", f"{m:,}", f"{mb:,.1f}", f"{mc:,.1f}")
+    console.print(parts)
+    if len(ordered) > top:
+        console.print(f"and {len(ordered) - top} more")
+
+    console.print(
+        f"The least: {least['weights'] / 1e9:,.3f} GB of weights, {least['state'] / 1e6:,.1f} MB of state, "
+        f"{least['kv'] / 1e6:,.1f} MB of keys and values, {least['operations'] / 1e9:,.2f} GFLOP"
+    )
+    bounds = table("tokens a second if memory were all", "memory", "GB/s", "tokens/s")
+    for bound in found["bounds"]:
+        bounds.add_row(bound["device"], f"{bound['gb_per_s']:,.0f}", f"{bound['tokens_per_s']:,.0f}")
+    console.print(bounds)
