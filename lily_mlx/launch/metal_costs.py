@@ -6,6 +6,18 @@ who else holds a buffer (an update in place, or a copy first) and on sizes (a lo
 sequence is split). This module follows layouts through the graph as MLX's ``eval_gpu`` functions do and keeps
 one rule a primitive, each with its reason.
 
+What is counted:
+
+- A launch is one compute kernel, the copies that a primitive makes of its inputs first included. A view, an
+  array without elements and a scalar that the CPU writes are none. A group that ``mx.compile`` fuses is one.
+- A stage is a launch that waits for another; those of one primitive that do not wait for each other (a
+  concatenation's copies) are one stage. A chain counts each primitive once, however many stages it has.
+- Bytes are what a primitive reads of each different input and writes, once, as if no cache held any of it:
+  of a broadcast array what exists in memory, of a gather the selected rows, of an update in place the update.
+- A buffer is as large as its contents. MLX may hand out a cached one that is larger, and then copies where
+  this module lets ``mx.contiguous`` share: at the sizes of Qwen3.6-35B-A3B the convolution state of a decode
+  step (48 KB of 64) just fits the slack, so a Mac may launch up to one more kernel a DeltaNet layer.
+
 Rules that depend on the GPU assume :data:`GPU_CLASS`, a Max chip of the M3 generation or later without matrix
 accelerators; the vector kernels of a decode step are the same on every chip.
 """

@@ -32,6 +32,8 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from ..errors import LilyError
+from ..settings import BACKENDS
+from . import backend
 from .metal_costs import BINARY, TERNARY, UNARY, Array, Costing, Node
 
 __all__ = ["Array", "Primitive", "Summary", "TraceError", "as_on_metal", "primitives", "summary"]
@@ -422,9 +424,14 @@ def as_on_metal() -> Iterator[None]:
     ``mx.metal.is_available()`` is true, ``mx.cuda.is_available()`` false and ``mx.default_device()`` the GPU.
     Modules of mlx-lm that build kernels at import, and bound None instead without Metal, get the kernels.
 
+    Lily's own :func:`~lily_mlx.launch.backend.available` keeps saying what this machine has, so that nothing
+    of Lily's asks a device for its name or tries a kernel on it.
+
     Kernels cannot run here without Metal: calling one outside a trace raises.
     """
+    here = {name: backend.available(name) for name in BACKENDS if name != "auto"}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(backend, "available", here.__getitem__))
         stack.enter_context(_replaced(mx.metal, "is_available", lambda: True))
         stack.enter_context(_replaced(mx.cuda, "is_available", lambda: False))
         stack.enter_context(_replaced(mx, "default_device", lambda: mx.Device(mx.gpu, 0)))

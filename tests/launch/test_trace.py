@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models import gated_delta, qwen3_5, qwen3_5_moe
 
-from lily_mlx.launch import trace
+from lily_mlx.launch import backend, trace
 
 
 def traced(fn, *inputs):
@@ -311,6 +311,13 @@ def test_the_metal_branch_is_taken_and_everything_is_put_back():
     trace.primitives(nn.RMSNorm(8), mx.zeros((2, 8)))
     assert (mx.metal.is_available, mx.default_device, mx.fast.rms_norm, gated_delta.compute_g) == before
     assert gated_delta._gated_delta_kernel_packed is kernel
+
+
+def test_lily_still_sees_the_machine_as_it_is():
+    """Otherwise a trace would try Lily's kernels on a GPU that is not there, and remember the failure."""
+    before = {name: (backend.available(name), backend.chip(name)) for name in ("metal", "cuda", "host")}
+    with trace.as_on_metal():
+        assert {name: (backend.available(name), backend.chip(name)) for name in before} == before
 
 
 def test_what_mlx_cannot_export_is_an_error():
