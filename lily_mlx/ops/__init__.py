@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from . import gated_delta_scan, gated_delta_step, qmv
+from . import (
+    gated_delta_scan,
+    gated_delta_step,
+    qk_prepare,
+    qmv,
+)
 
-__all__ = ["gated_delta_scan", "gated_delta_step", "qmv"]
+__all__ = [
+    "gated_delta_scan",
+    "gated_delta_step",
+    "qk_prepare",
+    "qmv",
+]

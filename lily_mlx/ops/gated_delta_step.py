@@ -8,7 +8,7 @@
 
 | array | shape | dtype |
 | --- | --- | --- |
-| qkv | any; C = 2 Hk Dk + Hv Dv elements from ``offsets[0]``: q, k and v of each head in turn | bfloat16, float16 or float32 |
+| qkv | any; C = 2 Hk Dk + Hv Dv elements from ``offsets[0]``: all of q, k, v | bfloat16, float16, float32 |
 | z | any; Hv Dv elements from ``offsets[1]`` | as qkv |
 | b, a | any; Hv elements from ``offsets[2]`` and ``offsets[3]`` | as qkv |
 | conv_weight | [C, 4, 1], oldest token first | as qkv |
@@ -21,8 +21,8 @@
 | conv_state (result) | [1, 3, C] | as qkv, the values given |
 | state (result) | [1, Hv, Dv, Dk] | float32 |
 
-Value head h reads key head h // (Hv // Hk). qkv, z, b and a may be one array. Everything between the inputs and
-the results is float32.
+Value head h reads key head h // (Hv // Hk). qkv, z, b and a may be one array. Everything between the inputs
+and the results is float32.
 """
 
 from __future__ import annotations

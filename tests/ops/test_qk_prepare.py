@@ -1,0 +1,184 @@
+"""Query and key preparation against its fp32 reference and against MLX's own norm and rope."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from comparison import assert_close
+
+from lily_mlx.launch import backend as backends
+from lily_mlx.launch import host, source
+from lily_mlx.launch.kernel import host_options
+from lily_mlx.ops import qk_prepare as op
+
+BACKENDS = [name for name in source.BACKENDS if backends.available(name)]
+
+# Hq, Hk, D, rotary: unequal everywhere, so that a swapped axis cannot go unseen.
+SMALL = (6, 3, 96, 24)
+
+
+def problem(shape, dtype=mx.float32, position=5, seed=0) -> dict:
+    Hq, Hk, D, rotary = shape
+    rng = np.random.default_rng(seed)
+
+    def normal(*axes, scale=1.0, shift=0.0):
+        return mx.array((rng.normal(size=axes) * scale + shift).astype(np.float32)).astype(dtype)
+
+    return {
+        "q_raw": normal(1, 1, Hq * 2 * D),
+        "k_raw": normal(1, 1, Hk * D),
+        "v_raw": normal(1, 1, Hk * D),
+        "q_weight": normal(D, scale=0.2, shift=1.0),
+        "k_weight": normal(D, scale=0.2, shift=1.0),
+        "frequencies": op.rope_frequencies(rotary, 1e7),
+        "position": mx.array([position, *[-1] * 7], dtype=mx.int32),
+        "Hq": Hq,
+        "Hk": Hk,
+    }
+
+
+def check(arguments: dict, backend: str, angle_error: float = 0.0) -> tuple[mx.array, mx.array, mx.array]:
+    assert op.supports(**{k: v for k, v in arguments.items() if k != "eps"}, backend=backend) is None
+    q, k, v = op.qk_prepare(**arguments, backend=backend)
+    want_q, want_k, want_v = op.qk_prepare_reference(**arguments)
+    assert q.dtype == mx.float32
+    assert k.dtype == arguments["q_raw"].dtype
+    assert_close("q", q, want_q, 1e-5 + angle_error)
+    assert_close("k", k, want_k, 1e-5 + angle_error)
+    assert mx.array_equal(v, want_v), "v is copied, not computed"
+    return q, k, v
+
+
+@pytest.fixture(autouse=True)
+def checked_host():
+    """On the host every launch runs twice: outputs poisoned in two ways, buffers at both alignments."""
+    with host_options(check=True):
+        yield
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        ((16, 2, 256, 64), "Qwen3.6-35B-A3B"),
+        ((8, 1, 256, 64), "the tiny checkpoint"),
+        (SMALL, "pairs in different lanes; three elements a lane, read one by one"),
+        ((2, 1, 64, 64), "all of a head is rotated; as many pairs as lanes"),
+        ((2, 2, 128, 96), "more pairs than lanes, and not a multiple of them"),
+        ((1, 1, 32, 2), "the smallest"),
+    ],
+)
+def test_shapes(backend, dtype, shape, why):
+    check(problem(shape, dtype), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("position", [0, 1, 255, 4096, 131071])
+def test_positions(backend, position):
+    # The angle is rounded to fp32 before its sine is taken; both sides round the same product.
+    check(problem(SMALL, position=position), backend, angle_error=position * 2.0**-24)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_rotation(backend):
+    check({**problem(SMALL), "frequencies": mx.zeros((8,))}, backend)
+    q, k, _ = op.qk_prepare(**problem(SMALL, position=0), backend=backend)
+    unrotated = op.qk_prepare(**{**problem(SMALL), "frequencies": mx.zeros((12,))}, backend=backend)
+    assert mx.array_equal(q, unrotated[0])
+    assert mx.array_equal(k, unrotated[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_projections_in_one_buffer(backend):
+    """In an order of their own, with NaN between and around them; the gate is not read."""
+    Hq, _, D, _ = SMALL
+    arguments = problem(SMALL, mx.bfloat16)
+    want = op.qk_prepare(**arguments, backend=backend)
+    gap = mx.full((1, 1, 8), mx.nan, mx.bfloat16)
+    queries = arguments["q_raw"].reshape(Hq, 2, D)
+    queries = mx.stack([queries[:, 0], mx.full((Hq, D), mx.nan, mx.bfloat16)], axis=1).reshape(1, 1, -1)
+    parts = [gap, arguments["v_raw"], gap, queries, gap, arguments["k_raw"], gap]
+    starts = np.cumsum([0] + [part.size for part in parts]).tolist()
+    buffer = mx.concatenate(parts, axis=-1)
+    one = dict.fromkeys(("q_raw", "k_raw", "v_raw"), buffer)
+    offsets = (starts[3], starts[5], starts[1])
+    got = op.qk_prepare(**{**arguments, **one, "offsets": offsets}, backend=backend)
+    assert all(mx.array_equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("position", [0, 7, 2000])
+def test_the_same_as_mlx(backend, position):
+    """mx.fast.rms_norm and mx.fast.rope as stock calls them, in fp32."""
+    Hq, Hk, D, rotary = SMALL
+    arguments = problem(SMALL, position=position)
+    q, k, _ = op.qk_prepare(**arguments, backend=backend)
+    queries = arguments["q_raw"].reshape(1, 1, Hq, 2 * D)[..., :D]
+    keys = arguments["k_raw"].reshape(1, 1, Hk, D)
+    for name, got, raw in (("q", q, queries), ("k", k, keys)):
+        normal = mx.fast.rms_norm(raw, arguments[f"{name}_weight"], 1e-6).transpose(0, 2, 1, 3)
+        want = mx.fast.rope(normal, rotary, traditional=False, base=1e7, scale=1.0, offset=position)
+        assert_close(name, got, want, 1e-5 + position * 2.0**-22)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_epsilon_of_the_norms(backend):
+    arguments = {**problem(SMALL), "eps": 0.5}
+    check(arguments, backend)
+
+
+def test_no_schedule_changes_a_bit():
+    arguments = problem((2, 1, 64, 24))
+    host.check_schedules(lambda: op.qk_prepare(**arguments, backend="host"))
+
+
+def test_the_text_for_apple_silicon_runs_on_the_host(monkeypatch):
+    assemble = source.assemble
+    monkeypatch.setattr(source, "assemble", lambda kernel, _: assemble(kernel, "metal"))
+    check(problem(SMALL, mx.bfloat16), "host")
+
+
+def test_on_metal_it_is_one_dispatch():
+    """Traced on any machine: nothing is copied, padded or converted around the kernel."""
+    arguments = problem((2, 1, 64, 32), mx.bfloat16)
+    heads = {name: arguments.pop(name) for name in ("Hq", "Hk")}
+    names: list[str] = []
+
+    def record(node):
+        if node["type"] == "primitive":
+            names.append(node["name"])
+
+    def layer(*values):
+        with backends.override("metal"):
+            return op.qk_prepare(*values, **heads)
+
+    mx.export_function(record, layer, *arguments.values())
+    assert names == ["CustomKernel"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"q_weight": mx.zeros((80,))}, "D must be a multiple of 32"),
+        ({"k_weight": mx.zeros((64,))}, "k_weight has shape"),
+        ({"Hk": 0}, "no heads"),
+        ({"Hq": 7}, "q_raw has 1152 elements; needs 1344 from 0"),
+        ({"offsets": (0, 8, 0)}, "k_raw has 288 elements; needs 288 from 8"),
+        ({"v_raw": mx.zeros((300,)), "offsets": (0, 0, 4)}, "not at a multiple of 8"),
+        ({"k_raw": mx.zeros((288,), mx.float16)}, "k_raw is mlx.core.float16"),
+        ({"q_raw": mx.zeros((1152,), mx.int32)}, "q_raw is mlx.core.int32"),
+        ({"frequencies": mx.zeros((49,))}, "not float32 of at most 48"),
+        ({"position": mx.zeros((1,), mx.int32)}, "not int32 (8,)"),
+    ],
+)
+def test_supports_gives_the_reason(change, reason):
+    answer = op.supports(**{**problem(SMALL), **change}, backend="cuda")
+    assert answer is None if reason is None else reason in answer
+
+
+def test_supports_without_a_gpu(monkeypatch):
+    monkeypatch.setenv("LILY_BACKEND", "ops")
+    assert op.supports(**problem(SMALL)) == "no GPU back-end"
