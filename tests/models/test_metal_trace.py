@@ -22,7 +22,8 @@ def test_scan_is_one_primitive_per_layer(lily, monkeypatch, phase):
         found = trace.primitives(lambda x: model(x, cache=cache), tokens)
     scans = [p for p in found if p.source is not None and "gated_delta_scan" in p.name]
     assert len(scans) == sum(layer.is_linear for layer in model.layers)
-    assert all(p.dispatches == 1 for p in scans)
+    # v is a slice of the convolution's output: of several tokens it is strided, and MLX copies it first.
+    assert {p.dispatches for p in scans} == {2 if phase == "prefill" else 1}
     text = scans[0].source
     assert "[[kernel]] void" in text
     assert "simd_shuffle_xor" in text
