@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,18 +20,17 @@ _MLX_COMMAND_HELP = "mlx_lm.{} with --engine lily as the default, without the st
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``lily-mlx``. Returns the exit status; 2 is for what the user can put right."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
     if argv and argv[0] in hook.COMMANDS:
         return _run_mlx_command(argv[0], argv[1:])
-    args = parser.parse_args(argv)
     try:
+        args = _parser(argv).parse_args(argv)
         status: int = args.run(args)
     except LilyError as error:
         fail(error)
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lily-mlx",
         description="Custom Metal kernels for Qwen3.5/3.6-MoE in mlx-lm.",
@@ -47,6 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="print JSON for machines")
     explain.set_defaults(run=_explain)
 
+    if argv and argv[0] == "bench":
+        _bench().add_parser(commands)  # its own options need MLX, the other commands' help does not
+    else:
+        commands.add_parser("bench", help=_bench().HELP, add_help=False)
+
     kernels = commands.add_parser("kernels", help="check kernel sources").add_subparsers(
         title="commands", metavar="COMMAND", required=True
     )
@@ -62,6 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     for name in hook.COMMANDS:
         commands.add_parser(name, help=_MLX_COMMAND_HELP.format(name), add_help=False)
     return parser
+
+
+def _bench() -> types.ModuleType:
+    """The benchmarks' command line: in a wheel inside this package, in a checkout beside it."""
+    package = "lily_mlx.bench" if importlib.util.find_spec("lily_mlx.bench") else "bench"
+    return importlib.import_module(f"{package}.command")
 
 
 def _explain(args: argparse.Namespace) -> int:

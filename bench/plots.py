@@ -1,0 +1,231 @@
+"""Plots of measurements, each in a light and a dark variant with a transparent background."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lily_mlx.errors import UsageError
+
+from .ablations import ABLATIONS
+from .compare import WITHOUT, Group, describe
+from .record import PHASES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_THEMES = {
+    "light": {"ink": "#1f2328", "faint": "#d1d9e0", "colors": ("#57606a", "#0969da", "#bc4c00", "#1a7f37")},
+    "dark": {"ink": "#e6edf3", "faint": "#3d444d", "colors": ("#9198a1", "#4493f8", "#f0883e", "#3fb950")},
+}
+_MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
+
+
+def draw(groups: Sequence[Group], folder: Path) -> dict[int, dict[str, Path]]:
+    """Draw every plot of every group.
+
+    Returns:
+        For the index of a group, the light variant of each plot by what it shows.
+
+    Raises:
+        UsageError: matplotlib is not installed, or the folder cannot be written.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise UsageError("plots need matplotlib: pip install 'lily-mlx[bench]'") from None
+    matplotlib.use("Agg")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made: {error.strerror}") from None
+    return {i: _draw_group(group, folder, _slug(groups, i)) for i, group in enumerate(groups)}
+
+
+def _slug(groups: Sequence[Group], index: int) -> str:
+    slug = re.sub(r"[^a-z0-9]+", "-", str(groups[index].facts["chip"]).lower()).strip("-")
+    return slug if len(groups) == 1 else f"{slug}-{index + 1}"
+
+
+def _draw_group(group: Group, folder: Path, slug: str) -> dict[str, Path]:
+    images = {}
+    for name, title, figure in _figures(group):
+        for theme in _THEMES:
+            path = folder / f"{slug}-{name}-{theme}.png"
+            with _style(theme):
+                drawn: Figure = figure()
+                drawn.savefig(path, dpi=160, transparent=True)
+                _close(drawn)
+        images[title] = folder / f"{slug}-{name}-light.png"
+    return images
+
+
+def _close(figure: Figure) -> None:
+    from matplotlib import pyplot
+
+    pyplot.close(figure)
+
+
+def _figures(group: Group) -> Iterator[tuple[str, str, Any]]:
+    """Name, description and drawing function of every plot that the measurements allow."""
+    for phase in PHASES:
+        if group.lengths(phase):
+            yield phase, f"{phase} throughput against length", lambda phase=phase: _throughput(group, phase)
+    if group.gains:
+        yield "ablations", "what each mechanism gains", lambda: _ablations(group)
+    yield "roofline", "roofline", lambda: _roofline(group)
+
+
+@contextmanager
+def _style(theme: str) -> Iterator[None]:
+    import matplotlib
+    from cycler import cycler
+
+    ink, faint, colors = (_THEMES[theme][key] for key in ("ink", "faint", "colors"))
+    settings = {
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "axes.edgecolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "grid.color": faint,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.prop_cycle": cycler(color=colors),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "font.size": 10,
+        "legend.frameon": False,
+        "figure.constrained_layout.use": True,
+    }
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def _title(figure: Figure, group: Group, text: str) -> None:
+    facts = group.facts
+    figure.suptitle(f"{text}\n{facts['chip']}, {_model(group)}, MLX {facts['mlx']}", fontsize=11)
+
+
+def _model(group: Group) -> str:
+    return describe(group.facts).split("; ")[1]
+
+
+def _throughput(group: Group, phase: str) -> Figure:
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7.2, 5.6), height_ratios=(3, 2))
+    lengths = group.lengths(phase)
+    arms = [arm for arm in group.arms if not arm.startswith(WITHOUT)]
+    for i, arm in enumerate(arms):
+        cells = [(n, group.cells[phase, n, arm]) for n in lengths if (phase, n, arm) in group.cells]
+        at = [n for n, _ in cells]
+        style = {"marker": _MARKERS[i % len(_MARKERS)], "markersize": 5, "color": f"C{i}"}
+        above.plot(at, [c.median for _, c in cells], label=arm, **style)
+        above.fill_between(
+            at, [c.low for _, c in cells], [c.high for _, c in cells], alpha=0.2, color=f"C{i}"
+        )
+        ratios = [(n, c.ratio) for n, c in cells if c.ratio]
+        if arm == group.baseline or not ratios:
+            continue
+        means = [r.mean for _, r in ratios]
+        low = [r.mean - (r.low if r.low is not None else r.mean) for _, r in ratios]
+        high = [(r.high if r.high is not None else r.mean) - r.mean for _, r in ratios]
+        below.errorbar([n for n, _ in ratios], means, yerr=(low, high), capsize=3, **style)
+    above.set_ylabel("tokens a second")
+    above.set_ylim(bottom=0)
+    above.legend(ncols=min(len(arms), 4))
+    below.axhline(1, linewidth=1, linestyle="--", color="C0")
+    below.set_ylabel(f"ratio to {group.baseline}")
+    below.set_xlabel("prompt, tokens" if phase == "prefill" else "context, tokens")
+    _length_axis(below, lengths)
+    _title(figure, group, f"{phase} throughput: median, slowest to fastest; ratio with 95 % interval")
+    return figure
+
+
+def _length_axis(axes: Axes, lengths: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n) for n in lengths])
+    axes.minorticks_off()
+    if len(lengths) == 1:
+        axes.set_xlim(lengths[0] / 2, lengths[0] * 2)
+
+
+def _ablations(group: Group) -> Figure:
+    from matplotlib import pyplot
+
+    names = {a.switch: a for a in ABLATIONS if a.switch}
+    bars = []
+    for (phase, length, op), gain in sorted(group.gains.items(), key=lambda x: (x[0][2], x[0][0], x[0][1])):
+        known = names.get(op)
+        reference = known.reference.get(length) if known and known.phase == phase else None
+        bars.append((f"{op}\n{phase} {length:,}", gain, reference))
+    shown = {(op, length) for (_, length, op) in group.gains}
+    for a in ABLATIONS:
+        bars += [
+            (f"{a.mechanism} {a.text}\n{a.phase} {length:,}", None, percent)
+            for length, percent in a.reference.items()
+            if (a.switch, length) not in shown
+        ]
+    figure, axes = pyplot.subplots(figsize=(7.2, 1.2 + 0.42 * len(bars)))
+    for row, (_, gain, reference) in enumerate(bars):
+        if gain is not None:
+            mean = 100 * (gain.mean - 1)
+            low = mean - 100 * (gain.low - 1) if gain.low is not None else 0
+            high = 100 * (gain.high - 1) - mean if gain.high is not None else 0
+            axes.barh(row - 0.19, mean, 0.36, color="C1", xerr=((low,), (high,)), ecolor="C0", capsize=3)
+        if reference is not None:
+            axes.barh(row + 0.19, reference, 0.36, color="none", edgecolor="C2", hatch="///")
+    axes.barh(0, 0, color="C1", label=f"here, {group.facts['chip']} (95 % interval)")
+    axes.barh(
+        0, 0, color="none", edgecolor="C2", hatch="///", label="reference engine, its own figure, M5 Max"
+    )
+    axes.set_yticks(range(len(bars)), [label for label, _, _ in bars], fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(0, linewidth=1, color="C0")
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("gain in speed from the mechanism, %")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.1 - 0.5 / len(bars)), ncols=2, fontsize=9)
+    _title(figure, group, "ablations")
+    return figure
+
+
+def _roofline(group: Group) -> Figure:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.8))
+    ridge = group.matrix_peak / group.bandwidth
+    intensities = [cell.intensity for cell in group.cells.values()]
+    left, right = min(*intensities, ridge) / 3, max(*intensities, ridge) * 3
+    axes.plot(
+        (left, ridge, right),
+        (left * group.bandwidth, group.matrix_peak, group.matrix_peak),
+        color="C0",
+        label=f"measured limits: {group.bandwidth / 1e9:,.0f} GB/s, {group.matrix_peak / 1e12:,.2f} TFLOP/s",
+    )
+    arms = [arm for arm in group.arms if not arm.startswith(WITHOUT)]
+    for i, arm in enumerate(arms):
+        for phase in PHASES:
+            cells = [group.cells[k] for k in sorted(group.cells) if k[0] == phase and k[2] == arm]
+            if cells:
+                axes.plot(
+                    [c.intensity for c in cells],
+                    [c.flops_per_second for c in cells],
+                    linestyle="none",
+                    marker=_MARKERS[i % len(_MARKERS)],
+                    markersize=6,
+                    color=f"C{i + 1}",
+                    markerfacecolor=f"C{i + 1}" if phase == "prefill" else "none",
+                    label=f"{arm}, {phase}",
+                )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("least work: FLOP per byte of memory traffic")
+    axes.set_ylabel("FLOP a second")
+    axes.legend(fontsize=9)
+    _title(figure, group, "roofline: a point a length")
+    return figure
