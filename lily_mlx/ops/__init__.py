@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from . import (
+    attention_combine,
+    attention_decode,
+    expert_down,
+    expert_gate_up,
     gated_delta_scan,
     gated_delta_step,
     qk_prepare,
@@ -10,6 +14,10 @@ from . import (
 )
 
 __all__ = [
+    "attention_combine",
+    "attention_decode",
+    "expert_down",
+    "expert_gate_up",
     "gated_delta_scan",
     "gated_delta_step",
     "qk_prepare",
