@@ -14,8 +14,6 @@
 
 namespace lily {
 
-constexpr float pi = 3.14159265358979323846f;
-
 // sin, cos and tan of pi x: reduce first, in double, so that whole and half turns come out exact.
 inline float sinpi(float x) {
   double r = double(x) - 2.0L * double(__builtin_rint(double(x) / 2.0L));
