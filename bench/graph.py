@@ -1,7 +1,7 @@
 """``lily-mlx bench graph``: the kernels of one forward pass as Metal would run them, traced without Metal.
 
 For stock and for Lily the report counts launches, serial stages and memory traffic of one decoded token, or
-of one chunk of a prefill, and sets them beside the least that the model's weights and state allow. What
+of one chunk of a prefill, and sets them beside the least that the model allows (bench/costs.py). What
 counts as a launch, a stage and a byte is defined in lily_mlx/launch/trace.py and metal_costs.py. No Metal
 device and, with ``--random-weights``, no checkpoint is needed, and no weight takes memory.
 
@@ -16,7 +16,7 @@ import importlib
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,11 @@ from lily_mlx.launch import backend, trace
 from lily_mlx.launch.kernel import all_kernels
 from lily_mlx.ops.trust import distrust
 
-from . import random_weights
+from . import costs, random_weights
 from .numerics import write_json
 from .oracle import twin
 
-__all__ = ["Limit", "add_parser", "limit", "report", "run", "trace_pass", "weightless"]
+__all__ = ["add_parser", "report", "run", "trace_pass", "weightless"]
 
 BANDWIDTHS = {
     "M1 Max": 400,
@@ -58,32 +58,9 @@ REFERENCE_ENGINE = {"dispatches": 795, "stages": 555}
 REFERENCE_SHAPE = {"hidden_size": 2048, "num_hidden_layers": 40, "num_experts": 256, "vocab_size": 248320}
 
 # MLX puts a kernel's template arguments after its name, Lily's launcher a hash of them.
-_SPECIALISATION = re.compile(r"(__.*|_[0-9a-f]{16})$")
+_SPECIALISATION = re.compile(r"(_[0-9a-f]{16})?(__.*)?$")
 
 CACHE_STEP = KVCache.step  # a KV cache grows by so many positions
-
-
-@dataclass(frozen=True)
-class Limit:
-    """The least one forward pass must do, whoever runs it.
-
-    Attributes:
-        weights: bytes of every weight that is used, once; of the experts the chosen ones.
-        state: bytes of the recurrent and convolution states, read and written.
-        kv: bytes of keys and values: those of the context read, the new ones written.
-        operations: floating-point operations of the products with weights and of attention, 2 a
-            multiply-add.
-    """
-
-    weights: int
-    state: int
-    kv: int
-    operations: int
-
-    @property
-    def bytes(self) -> int:
-        """All memory traffic."""
-        return self.weights + self.state + self.kv
 
 
 # --- The model ----------------------------------------------------------------------------------------------
@@ -184,42 +161,6 @@ def trace_pass(model: nn.Module, phase: str, tokens: int, context: int) -> list[
         return trace.primitives(forward, mx.zeros((1, tokens), mx.int32))
 
 
-def limit(model: nn.Module, phase: str, tokens: int, context: int) -> Limit:
-    """The least that a pass must do; arguments as for :func:`trace_pass`."""
-    text = model.language_model.args
-    head = tokens if phase == "decode" else 0
-    weights = state = kv = 0
-    operations = 0
-    for name, module in model.named_modules():
-        arrays = {key: value for key, value in module.items() if isinstance(value, mx.array)}
-        nbytes, rows = sum(array.nbytes for array in arrays.values()), tokens
-        if "switch_mlp" in name:
-            chosen = tokens * text.num_experts_per_tok
-            nbytes = nbytes * min(chosen, text.num_experts) // text.num_experts
-            rows = chosen / text.num_experts
-        elif name.endswith("embed_tokens"):
-            rows = head if text.tie_word_embeddings else 0
-            nbytes = nbytes if rows else nbytes * min(tokens, text.vocab_size) // text.vocab_size
-        elif name.endswith("lm_head"):
-            nbytes, rows = nbytes if head else 0, head
-        weights += nbytes
-        if "weight" in arrays and module.weight.ndim > 1:
-            elements = module.weight.size * (32 // module.bits if "scales" in arrays else 1)
-            operations += round(2 * rows * elements)
-    for layer, entry in zip(model.layers, _cache(model, max(context, 1), tokens), strict=True):
-        nbytes = sum(array.nbytes for array in _contents([entry]))
-        if layer.is_linear:
-            state += 2 * nbytes
-            # decay 1, recall 2, update 2, readout 2 for each element of the state
-            operations += 7 * tokens * entry[1].size
-        else:
-            a_position = nbytes // entry.keys.shape[2]
-            kv += a_position * (context + 2 * tokens)
-            pairs = tokens * context + tokens * (tokens + 1) // 2
-            operations += 4 * layer.self_attn.num_attention_heads * layer.self_attn.head_dim * pairs
-    return Limit(weights, state, kv, operations)
-
-
 def report(
     model: nn.Module, phase: str, tokens: int, context: int, bandwidths: Mapping[str, float]
 ) -> dict[str, Any]:
@@ -232,26 +173,31 @@ def report(
 
     Returns:
         ``engines`` (``stock`` and ``lily``: the fields of :class:`~lily_mlx.launch.trace.Summary` and
-        ``by_primitive``, most bytes first), ``limit``, ``bounds`` (tokens a second that the limit's bytes
-        allow on each device) and ``reference_engine`` (None unless the shape is its model's).
+        ``by_primitive``, most bytes first), ``limit`` (see bench/costs.py), ``bounds`` (tokens a second
+        that the limit's bytes allow on each device) and ``reference_engine`` (None unless the shape is that
+        of its model).
     """
     engines = {}
     for name, module in (("stock", model), ("lily", lily_mlx.convert(twin(model)))):
         found = trace_pass(module, phase, tokens, context)
         engines[name] = {**asdict(trace.summary(found)), "by_primitive": _by_primitive(found)}
         del engines[name]["by_name"]
-    least = limit(model, phase, tokens, context)
+    least = costs.forward(model, tokens, context, head=phase == "decode").to_dict()
     text = model.language_model.args
-    same = phase == "decode" and all(getattr(text, key) == n for key, n in REFERENCE_SHAPE.items())
+    same = (
+        phase == "decode"
+        and tokens == 1
+        and all(getattr(text, key) == n for key, n in REFERENCE_SHAPE.items())
+    )
     return {
         "phase": phase,
         "tokens": tokens,
         "context": context,
         "engines": engines,
         "reference_engine": REFERENCE_ENGINE if same else None,
-        "limit": {**asdict(least), "bytes": least.bytes},
+        "limit": least,
         "bounds": [
-            {"device": device, "gb_per_s": rate, "tokens_per_s": tokens * rate * 1e9 / least.bytes}
+            {"device": device, "gb_per_s": rate, "tokens_per_s": tokens * rate * 1e9 / least["bytes"]}
             for device, rate in bandwidths.items()
         ],
     }
@@ -350,6 +296,7 @@ def _print(found: Mapping[str, Any], top: int) -> None:
         totals.add_row(label, f"{stock[key] / 1e9:,.3f}", f"{lily[key] / 1e9:,.3f}", "", "")
     moved = [f"{(e['bytes_read'] + e['bytes_written']) / 1e9:,.3f}" for e in (stock, lily)]
     totals.add_row("GB in all", *moved, "", f"{least['bytes'] / 1e9:,.3f}")
+    totals.add_row("GFLOP", "", "", "", f"{least['flops'] / 1e9:,.1f}")
     console.print(totals)
 
     parts = table("primitives", "primitive", "stock", "lily", "stock MB", "lily MB")
@@ -366,11 +313,7 @@ def _print(found: Mapping[str, Any], top: int) -> None:
     if len(ordered) > top:
         console.print(f"and {len(ordered) - top} more")
 
-    console.print(
-        f"The least: {least['weights'] / 1e9:,.3f} GB of weights, {least['state'] / 1e6:,.1f} MB of state, "
-        f"{least['kv'] / 1e6:,.1f} MB of keys and values, {least['operations'] / 1e9:,.2f} GFLOP"
-    )
-    bounds = table("tokens a second if memory were all", "memory", "GB/s", "tokens/s")
+    bounds = table("most tokens a second that memory allows", "memory", "GB/s", "tokens/s")
     for bound in found["bounds"]:
         bounds.add_row(bound["device"], f"{bound['gb_per_s']:,.0f}", f"{bound['tokens_per_s']:,.0f}")
     console.print(bounds)

@@ -21,11 +21,8 @@ import contextlib
 import json
 import math
 import os
-import platform
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +34,9 @@ import lily_mlx
 from lily_mlx import checkpoint, engine
 from lily_mlx.counters import counts
 from lily_mlx.errors import LilyError, UsageError
-from lily_mlx.launch import backend as backends
 
 from .oracle import bridged_scan, fp32_oracle, require_fp32_products, twin
+from .record import environment
 
 __all__ = ["add_parser", "compare", "measure", "run", "teacher_forced", "write_json"]
 
@@ -301,6 +298,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="run mlx-lm's packed recurrent kernel on CUDA, where mlx-lm loops in Python (default: on CUDA)",
     )
+    add("--commit", help="Lily's commit, for the file, where there is no repository to ask")
     add("--json", type=Path, help="write everything to this file")
     parser.set_defaults(run=run)
     return parser
@@ -336,7 +334,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted: nothing was written")
         return 130
-    found |= {"settings": _settings(args, sequences, bridged), "about": _about()}
+    found |= {"settings": _settings(args, sequences, bridged), "about": _about(args.commit)}
     for entry in found["distances"]:
         row, at = entry["worst_sequence"], entry["worst_position"]
         entry["worst_after"] = tokenizer.decode(sequences[row, max(0, at - 11) : at + 1].tolist())
@@ -541,21 +539,9 @@ def _settings(args: argparse.Namespace, sequences: np.ndarray, bridged: bool) ->
     }
 
 
-def _about() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    info = mx.device_info()
-    return {
-        "commit": commit.stdout.strip() or None,
-        "backend": backends.resolve(),
-        "device": info.get("device_name") or info.get("architecture"),
-        "os": platform.platform(),
-        "mlx": version("mlx"),
-        "mlx_lm": version("mlx-lm"),
-        "lily_mlx": lily_mlx.__version__,
-        "lily_kernels": {name: n for name, n in sorted(counts.items()) if name.startswith("op.")},
-    }
+def _about(commit: str | None) -> dict[str, Any]:
+    kernels = {name: n for name, n in sorted(counts.items()) if name.startswith("op.")}
+    return {**environment(commit), "lily_kernels": kernels}
 
 
 def _print(found: Mapping[str, Any]) -> None:
@@ -566,7 +552,7 @@ def _print(found: Mapping[str, Any]) -> None:
     settings, about = found["settings"], found["about"]
     console.print(
         f"{settings['sequences']} sequences of {settings['positions']} tokens "
-        f"from {settings['tokens_from']}, {settings['mode']}; {about['device']}, "
+        f"from {settings['tokens_from']}, {settings['mode']}; {about['chip']}, "
         f"back-end {about['backend']}, mlx {about['mlx']}, mlx-lm {about['mlx_lm']}"
         + ("; stock's recurrence bridged" if settings["stock_bridged"] else "")
     )
