@@ -568,15 +568,9 @@ def _print(found: Mapping[str, Any]) -> None:
     console.print(perplexity)
 
     table = Table(title="distance of next-token distributions, KL in nats")
-    columns = ("from", "to", "mean KL", "worst KL", "worst at", "same top-1")
-    for name in (
-        columns if not found["turns"] else (*columns, *(f"turn {i + 1}" for i in range(len(found["turns"]))))
-    ):
-        table.add_column(
-            name, justify="left" if name in ("from", "to", "worst at") else "right", no_wrap=True
-        )
-    for i, entry in enumerate(found["distances"]):
-        turns = [turn["distances"][i] for turn in found["turns"]]
+    for name in ("from", "to", "mean KL", "worst KL", "worst at", "same top-1"):
+        table.add_column(name, justify="left" if name in ("from", "to", "worst at") else "right")
+    for entry in found["distances"]:
         table.add_row(
             entry["truth"],
             entry["candidate"],
@@ -584,9 +578,17 @@ def _print(found: Mapping[str, Any]) -> None:
             f"{entry['worst_kl']:.3e}",
             f"{entry['worst_sequence']}:{entry['worst_position']}",
             f"{entry['top1_agreement']:.2%}",
-            *(f"{turn['mean_kl']:.2e} {turn['top1_agreement']:.1%}" for turn in turns),
         )
     console.print(table)
+    if found["turns"]:
+        turns = Table(title="turn by turn: mean KL, same top-1")
+        turns.add_column("turn", justify="right")
+        for entry in found["distances"]:
+            turns.add_column(f"{entry['truth']}, {entry['candidate']}", justify="right")
+        for number, turn in enumerate(found["turns"], 1):
+            cells = (f"{d['mean_kl']:.2e} {d['top1_agreement']:.1%}" for d in turn["distances"])
+            turns.add_row(str(number), *cells)
+        console.print(turns)
     if (entry := found["distances"][0])["worst_kl"] > 0:
         console.print(
             f"Worst between {entry['truth']} and {entry['candidate']}: sequence {entry['worst_sequence']}, "

@@ -312,7 +312,7 @@ def test_turns_have_figures_of_their_own(tmp_path, monkeypatch, capsys, small):
     assert [d["positions"] for turn in found["turns"] for d in turn["distances"]] == [6, 6, 6]
     assert distance(found, "stock", "lily")["positions"] == 18
     assert all(turn["nearer"] is None for turn in found["turns"])
-    assert "turn 3" in capsys.readouterr().out
+    assert "turn by turn" in capsys.readouterr().out
 
 
 def test_passes_of_a_chat():
