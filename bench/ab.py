@@ -113,13 +113,13 @@ class Output:
     def __init__(self, folder: Path, settings: Settings, environment: record.Record, resume: bool) -> None:
         self.file = folder / record.FILE
         self.done: dict[tuple[str, int, int, str], float] = {}
-        described = folder / SETTINGS_FILE
+        self.described = folder / SETTINGS_FILE
         software = {k: environment[k] for k in ("chip", "mlx", "mlx_lm", "lily_mlx", "commit")}
-        wanted = {**asdict(settings), **software}
+        self.wanted = {**asdict(settings), **software}
         if self.file.exists() and not resume:
             raise UsageError(f"{folder} holds measurements already; add --resume or name another --output")
-        if described.exists() and resume:
-            self.run = _check_same(described, wanted)
+        if self.described.exists() and resume:
+            self.run = _check_same(self.described, self.wanted)
             if self.file.exists():
                 record.drop_partial_line(self.file)
                 lines = record.read(self.file) if self.file.stat().st_size else ()
@@ -128,8 +128,12 @@ class Output:
                 }
             return
         self.run = uuid.uuid4().hex[:12]
-        folder.mkdir(parents=True, exist_ok=True)
-        described.write_text(json.dumps({"run": self.run, **wanted}, indent=2) + "\n", encoding="utf-8")
+
+    def begin(self) -> None:
+        """Make the folder, with a description that a resumed run is held against."""
+        self.described.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"run": self.run, **self.wanted}, indent=2) + "\n"
+        self.described.write_text(text, encoding="utf-8")
 
     def add(self, line: record.Record) -> None:
         """Write a measurement."""
@@ -210,6 +214,7 @@ class Comparison:
             found = gate.check(self.model, self.arms, self.gate_tokens, self.trained)
             self.gates = {name: agreement.to_dict() for name, agreement in found.items()}
             self.peaks = costs.peaks()
+            self.output.begin()
             return all(self._measure(phase, length) for phase, length in todo)
 
     def _todo(self) -> Iterator[tuple[str, int]]:
@@ -442,9 +447,11 @@ def prefilled_cache(model: nn.Module, prompt: mx.array, step: int) -> list[Any]:
 
 def random_prompt(vocabulary: int, seed: int) -> Callable[[int], mx.array]:
     """Prompts of random tokens, the same for the same seed and length."""
-    return lambda length: mx.array(np.random.default_rng([seed, length]).integers(0, vocabulary, length))
+    return lambda length: mx.array(
+        np.random.default_rng([seed, length]).integers(0, vocabulary, length, np.int32)
+    )
 
 
 def text_prompt(tokens: Sequence[int]) -> Callable[[int], mx.array]:
     """Prompts from a text's tokens, repeated where the text is too short."""
-    return lambda length: mx.array(np.resize(np.array(tokens), length))
+    return lambda length: mx.array(np.resize(np.array(tokens, np.int32), length))

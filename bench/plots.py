@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lily_mlx.errors import UsageError
 
-from .ablations import ABLATIONS
-from .compare import WITHOUT, Group, describe
+from .ablations import ABLATIONS, Ablation
+from .compare import WITHOUT, Group, Ratio, describe
 from .record import PHASES
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def _throughput(group: Group, phase: str) -> Figure:
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7.2, 5.6), height_ratios=(3, 2))
     lengths = group.lengths(phase)
     arms = [arm for arm in group.arms if not arm.startswith(WITHOUT)]
+    all_means: list[float] = []
     for i, arm in enumerate(arms):
         cells = [(n, group.cells[phase, n, arm]) for n in lengths if (phase, n, arm) in group.cells]
         at = [n for n, _ in cells]
@@ -133,13 +134,18 @@ def _throughput(group: Group, phase: str) -> Figure:
         if arm == group.baseline or not ratios:
             continue
         means = [r.mean for _, r in ratios]
+        all_means += means
         low = [r.mean - (r.low if r.low is not None else r.mean) for _, r in ratios]
         high = [(r.high if r.high is not None else r.mean) - r.mean for _, r in ratios]
         below.errorbar([n for n, _ in ratios], means, yerr=(low, high), capsize=3, **style)
     above.set_ylabel("tokens a second")
     above.set_ylim(bottom=0)
+    above.yaxis.set_major_formatter("{x:,g}")
     above.legend(ncols=min(len(arms), 4))
-    below.axhline(1, linewidth=1, linestyle="--", color="C0")
+    below.axhline(1, linewidth=1, linestyle="--", color=_ink())
+    if all_means:  # an interval over few rounds may be too wide to draw
+        low, high = below.get_ylim()
+        below.set_ylim(max(low, 0), min(high, 2 * max(1.0, *all_means)))
     below.set_ylabel(f"ratio to {group.baseline}")
     below.set_xlabel("prompt, tokens" if phase == "prefill" else "context, tokens")
     _length_axis(below, lengths)
@@ -147,9 +153,19 @@ def _throughput(group: Group, phase: str) -> Figure:
     return figure
 
 
+def _tokens(n: int) -> str:
+    return f"{n // 1024}K" if n % 1024 == 0 else str(n)
+
+
+def _ink() -> Any:
+    from matplotlib import rcParams
+
+    return rcParams["text.color"]
+
+
 def _length_axis(axes: Axes, lengths: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n) for n in lengths])
+    axes.set_xticks(lengths, [_tokens(n) for n in lengths])
     axes.minorticks_off()
     if len(lengths) == 1:
         axes.set_xlim(lengths[0] / 2, lengths[0] * 2)
@@ -158,40 +174,48 @@ def _length_axis(axes: Axes, lengths: Sequence[int]) -> None:
 def _ablations(group: Group) -> Figure:
     from matplotlib import pyplot
 
-    names = {a.switch: a for a in ABLATIONS if a.switch}
-    bars = []
-    for (phase, length, op), gain in sorted(group.gains.items(), key=lambda x: (x[0][2], x[0][0], x[0][1])):
-        known = names.get(op)
-        reference = known.reference.get(length) if known and known.phase == phase else None
-        bars.append((f"{op}\n{phase} {length:,}", gain, reference))
-    shown = {(op, length) for (_, length, op) in group.gains}
-    for a in ABLATIONS:
-        bars += [
-            (f"{a.mechanism} {a.text}\n{a.phase} {length:,}", None, percent)
-            for length, percent in a.reference.items()
-            if (a.switch, length) not in shown
-        ]
-    figure, axes = pyplot.subplots(figsize=(7.2, 1.2 + 0.42 * len(bars)))
+    bars = _bars(group)
+    figure, axes = pyplot.subplots(figsize=(7.2, 1.5 + 0.36 * len(bars)))
+    here = {"color": "C1", "label": f"here, {group.facts['chip']} (95 % interval)"}
+    theirs = {
+        "color": "none",
+        "edgecolor": "C2",
+        "hatch": "////",
+        "label": "reference engine's own figure, M5 Max",
+    }
     for row, (_, gain, reference) in enumerate(bars):
-        if gain is not None:
+        half = 0.2 if gain and reference is not None else 0.0
+        if gain:
             mean = 100 * (gain.mean - 1)
-            low = mean - 100 * (gain.low - 1) if gain.low is not None else 0
-            high = 100 * (gain.high - 1) - mean if gain.high is not None else 0
-            axes.barh(row - 0.19, mean, 0.36, color="C1", xerr=((low,), (high,)), ecolor="C0", capsize=3)
+            low, high = (100 * (x - gain.mean) if x is not None else 0.0 for x in (gain.low, gain.high))
+            error = {"xerr": ((-low,), (high,)), "ecolor": _ink(), "capsize": 2}
+            axes.barh(row - half, mean, 0.36, **here, **error)
+            here.pop("label", None)
         if reference is not None:
-            axes.barh(row + 0.19, reference, 0.36, color="none", edgecolor="C2", hatch="///")
-    axes.barh(0, 0, color="C1", label=f"here, {group.facts['chip']} (95 % interval)")
-    axes.barh(
-        0, 0, color="none", edgecolor="C2", hatch="///", label="reference engine, its own figure, M5 Max"
-    )
+            axes.barh(row + half, reference, 0.36, **theirs)
+            theirs.pop("label", None)
     axes.set_yticks(range(len(bars)), [label for label, _, _ in bars], fontsize=8)
-    axes.invert_yaxis()
-    axes.axvline(0, linewidth=1, color="C0")
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.axvline(0, linewidth=1, color=_ink())
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("gain in speed from the mechanism, %")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.1 - 0.5 / len(bars)), ncols=2, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
     _title(figure, group, "ablations")
     return figure
+
+
+def _bars(group: Group) -> list[tuple[str, Ratio | None, float | None]]:
+    """Label, gain here and the reference engine's gain in per cent, in the order of the mechanisms."""
+    listed = {a.switch for a in ABLATIONS}
+    others = [Ablation("", "", "", op) for op in sorted({op for _, _, op in group.gains} - listed)]
+    bars: list[tuple[str, Ratio | None, float | None]] = []
+    for a in (*ABLATIONS, *others):
+        gains = {(phase, n): gain for (phase, n, op), gain in group.gains.items() if op == a.switch}
+        for phase, n in sorted({*gains, *((a.phase, n) for n in a.reference)}):
+            reference = a.reference.get(n) if phase == a.phase else None
+            name = f"{a.mechanism} {a.text or a.switch}".strip()
+            bars.append((f"{name}, {phase} {_tokens(n)}", gains.get((phase, n)), reference))
+    return bars
 
 
 def _roofline(group: Group) -> Figure:
@@ -204,8 +228,8 @@ def _roofline(group: Group) -> Figure:
     axes.plot(
         (left, ridge, right),
         (left * group.bandwidth, group.matrix_peak, group.matrix_peak),
-        color="C0",
-        label=f"measured limits: {group.bandwidth / 1e9:,.0f} GB/s, {group.matrix_peak / 1e12:,.2f} TFLOP/s",
+        color=_ink(),
+        label=f"measured limits: {group.bandwidth / 1e9:,.4g} GB/s, {group.matrix_peak / 1e12:,.3g} TFLOP/s",
     )
     arms = [arm for arm in group.arms if not arm.startswith(WITHOUT)]
     for i, arm in enumerate(arms):
@@ -218,8 +242,8 @@ def _roofline(group: Group) -> Figure:
                     linestyle="none",
                     marker=_MARKERS[i % len(_MARKERS)],
                     markersize=6,
-                    color=f"C{i + 1}",
-                    markerfacecolor=f"C{i + 1}" if phase == "prefill" else "none",
+                    color=f"C{i}",
+                    markerfacecolor=f"C{i}" if phase == "prefill" else "none",
                     label=f"{arm}, {phase}",
                 )
     axes.set_xscale("log")
