@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from mlx_lm.models import qwen3_5 as stock
 
+from .attention import Attention
+from .feed_forward import MLP, SparseMoeBlock
 from .gated_delta_net import GatedDeltaNet
 
-LAYER_CLASSES: dict[type, type] = {stock.GatedDeltaNet: GatedDeltaNet}
+LAYER_CLASSES: dict[type, type] = {
+    stock.GatedDeltaNet: GatedDeltaNet,
+    stock.Attention: Attention,
+    stock.SparseMoeBlock: SparseMoeBlock,
+    stock.MLP: MLP,
+}
 """Stock layer class -> the Lily class that subclasses it."""

@@ -10,7 +10,9 @@ from mlx_lm.models import gated_delta as stock_scan
 from mlx_lm.models import qwen3_5 as stock
 
 from ..ops import gated_delta_scan as scan
-from ..ops.choice import why_off
+from ..ops.choice import why_not, why_off
+from ..ops.gated_delta_step import gated_delta_step
+from .projection import project
 
 _QK_NORM_EPS = 1e-6  # added to the sum of squares, as in the model's own code
 
@@ -32,28 +34,72 @@ class GatedDeltaNet(stock.GatedDeltaNet):
         """
         if self.why_stock():
             return super().__call__(inputs, mask, cache)
-        B, T, _ = inputs.shape
-        Hk, Hv, Dk, Dv = self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
+        conv_input = self._conv_input(inputs, mask, cache)
+        state = cache[1] if cache is not None else None
+        gates = (self.in_proj_z(inputs), self.in_proj_b(inputs), self.in_proj_a(inputs))
+        y, state = self._recurrence(conv_input, *gates, state, mask)
+        if cache is not None:
+            cache[1] = state
+            cache.advance(inputs.shape[1])
+        return self.out_proj(y)
 
-        qkv = nn.silu(self.conv1d(self._conv_input(inputs, mask, cache)))
+    def decode(
+        self, x: mx.array, norm: nn.RMSNorm, conv_state: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """One token: norm, layer and residual.
+
+        Args:
+            x: [1, 1, hidden size].
+            norm: the layer's input norm.
+            conv_state: [1, width - 1, channels].
+            state: [1, Hv, Dv, Dk] float32.
+
+        Returns:
+            (x, conv_state, state).
+        """
+        projected = project(x, [self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a], norm=norm)
+        offsets = (
+            0,
+            self.conv_dim,
+            self.conv_dim + self.value_dim,
+            self.conv_dim + self.value_dim + self.num_v_heads,
+        )
+        weights = (self.A_log, self.dt_bias, self.norm.weight, state)
+        operands = (*[projected] * 4, self.conv1d.weight, conv_state, *weights)
+        heads: dict[str, Any] = {"Hk": self.num_k_heads, "offsets": offsets}
+        if why_not("gated_delta_step", *operands, **heads) is None:
+            y, conv_state, state = gated_delta_step(*operands, eps=self.norm.eps, **heads)
+        else:
+            qkv, z, b, a = mx.split(projected, offsets[1:], axis=-1)
+            conv_input = mx.concatenate([conv_state, qkv], axis=1)
+            y, state = self._recurrence(conv_input, z, b, a, state, None)
+            conv_state = mx.contiguous(conv_input[:, 1:])
+        return project(y, [self.out_proj], residual=x), conv_state, state
+
+    def _recurrence(
+        self,
+        conv_input: mx.array,
+        z: mx.array,
+        b: mx.array,
+        a: mx.array,
+        state: mx.array | None,
+        mask: mx.array | None,
+    ) -> tuple[mx.array, mx.array]:
+        """From the projections to the input of the output projection [B, T, Hv Dv], and the new state."""
+        B, T, _ = z.shape
+        Hk, Hv, Dk, Dv = self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
+        qkv = nn.silu(self.conv1d(conv_input))
         q, k, v = mx.split(qkv, [self.key_dim, 2 * self.key_dim], axis=-1)
         q, k = stock_scan.normalize_qk(
             q.reshape(B, T, Hk, Dk), k.reshape(B, T, Hk, Dk), inv_scale=Dk**-0.5, eps=_QK_NORM_EPS
         )
-        g = stock_scan.compute_g(self.A_log, self.in_proj_a(inputs), self.dt_bias)
-        beta = mx.sigmoid(self.in_proj_b(inputs))
-        state = cache[1] if cache is not None else None
+        g = stock_scan.compute_g(self.A_log, a, self.dt_bias)
         if state is None:
             state = mx.zeros((B, Hv, Dv, Dk), dtype=mx.float32)
-
-        operands = (q, k, v.reshape(B, T, Hv, Dv), g, beta, state, mask)
-        run = _stock_scan if scan.supports(*operands) else scan.gated_delta_scan
+        operands = (q, k, v.reshape(B, T, Hv, Dv), g, mx.sigmoid(b), state, mask)
+        run = _stock_scan if why_not(scan.KERNEL.stem, *operands) else scan.gated_delta_scan
         y, state = run(*operands)
-        if cache is not None:
-            cache[1] = state
-            cache.advance(T)
-        z = self.in_proj_z(inputs).reshape(B, T, Hv, Dv)
-        return self.out_proj(self.norm(y, z).reshape(B, T, -1))
+        return self.norm(y, z.reshape(B, T, Hv, Dv)).reshape(B, T, -1), state
 
     def why_stock(self) -> str | None:
         """None if this layer's own path runs, else the reason that stock's does."""

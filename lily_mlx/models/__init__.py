@@ -6,9 +6,46 @@ modules, which is what both loading (:mod:`.qwen3_5_moe`, :mod:`.qwen3_5`) and `
 
 from __future__ import annotations
 
+from typing import Any
+
+import mlx.core as mx
 from mlx import nn
 
+from ..counters import counts
+from ..launch import backend
+from ..launch.kernel import host_options
 from ..layers import LAYER_CLASSES
+from ..step import decode_step
+
+
+class LilyModel(nn.Module):
+    """What Lily's model classes share; each puts it before a stock class."""
+
+    def __call__(
+        self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
+    ) -> mx.array:
+        """Run tokens through the model.
+
+        Args:
+            inputs: tokens [B, T].
+            cache: one cache a layer, as ``make_cache`` gives them, or None.
+            input_embeddings: [B, T, hidden size] to use in place of the tokens' own.
+
+        Returns:
+            logits [B, T, vocabulary]; float32 from the decode step, in the model's dtype otherwise.
+        """
+        counts[f"model.{self.args.model_type}"] += 1
+        if backend.resolve() == "host":
+            with host_options(check=False):  # a whole model is too slow with every launch run twice
+                return self._run(inputs, cache, input_embeddings)
+        return self._run(inputs, cache, input_embeddings)
+
+    def _run(self, inputs: mx.array, cache: Any, input_embeddings: mx.array | None) -> mx.array:
+        if cache is not None and input_embeddings is None:
+            step = decode_step(self)
+            if step.why_not(inputs, cache) is None:
+                return step(inputs, cache)
+        return super().__call__(inputs, cache=cache, input_embeddings=input_embeddings)
 
 
 def adopt(model: nn.Module) -> None:

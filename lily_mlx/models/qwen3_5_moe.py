@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models import qwen3_5_moe as stock
 
-from ..counters import counts
-from . import adopt
+from . import LilyModel, adopt
 
 ModelArgs = stock.ModelArgs
 
 
-class Model(stock.Model):
+class Model(LilyModel, stock.Model):
     """Stock's model with Lily's layers; parameter names, caches and methods are stock's."""
 
     def __init__(self, args: Any) -> None:
-        super().__init__(args)
+        stock.Model.__init__(self, args)
         adopt(self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        counts["model.qwen3_5_moe"] += 1
-        return super().__call__(*args, **kwargs)
 
 
 def __getattr__(name: str) -> Any:

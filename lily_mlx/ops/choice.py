@@ -1,6 +1,9 @@
-"""Whether an op's kernel is wanted at all, before anyone looks at shapes."""
+"""Whether an op's kernel runs: wanted at all, trusted on this GPU, and made for these arrays."""
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 from ..launch import backend
 from ..settings import settings
@@ -19,3 +22,13 @@ def why_off(op: str) -> str | None:
     if used == "ops":
         return "the ops back-end is MLX's own ops"
     return distrust(op, used)
+
+
+def why_not(op: str, *operands: Any, **options: Any) -> str | None:
+    """None if the kernel of ``op`` runs for these operands here, else the reason it does not.
+
+    Args:
+        op: the op's name.
+        operands, options: what ``ops.<op>.supports`` takes.
+    """
+    return why_off(op) or import_module(f"lily_mlx.ops.{op}").supports(*operands, **options)

@@ -1,0 +1,61 @@
+"""Linear layers of one token: a norm, several matrices and a residual in one launch where the kernel can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+
+from ..ops.choice import why_not
+from ..ops.packed import Packed
+from ..ops.qmv import qmv
+
+
+def packed(layer: nn.Module) -> Packed | None:
+    """The matrix of a layer that is nothing but an affine-quantised matrix, else None.
+
+    A LoRA-wrapped layer, one with a bias or a global scale, or of another quantisation mode is more.
+    """
+    if type(layer) not in (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear):
+        return None
+    if layer.mode != "affine" or "bias" in layer or getattr(layer, "global_scale", None) is not None:
+        return None
+    return Packed.of(layer)
+
+
+def project(
+    x: mx.array,
+    layers: Sequence[nn.Module],
+    *,
+    norm: nn.RMSNorm | None = None,
+    residual: mx.array | None = None,
+    out_dtype: mx.Dtype | None = None,
+) -> mx.array:
+    """Apply linear layers to one token's vector.
+
+    Args:
+        x: [1, 1, K].
+        layers: linear layers, or an embedding used as the output head; their results are joined.
+        norm: applied to x first.
+        residual: [1, 1, N], added last.
+        out_dtype: of the result; by default as x.
+
+    Returns:
+        [1, 1, N], N the sum of the layers' rows.
+    """
+    matrices = [packed(layer) for layer in layers]
+    options: dict[str, Any] = {
+        "norm_weight": None if norm is None else norm.weight,
+        "residual": residual,
+        "out_dtype": out_dtype,
+    }
+    if None not in matrices and why_not("qmv", x, matrices, **options) is None:
+        return qmv(x, matrices, eps=1e-6 if norm is None else norm.eps, **options)  # type: ignore[arg-type]
+    h = x if norm is None else norm(x)
+    applied: list[Any] = [getattr(layer, "as_linear", layer) for layer in layers]
+    y = mx.concatenate([apply(h) for apply in applied], axis=-1)
+    y = y if residual is None else residual + y
+    return y if out_dtype is None else y.astype(out_dtype)

@@ -1,0 +1,163 @@
+"""The decode step: one token through the whole model, compiled once per capacity of the caches.
+
+Building the graph of a token in Python costs milliseconds, so ``mx.compile`` keeps it. The arrays of stock's
+own caches are its inputs, and its results are put back into them: stock can go on from them at any time, and
+MLX updates them in place because nobody else holds them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, KVCache
+
+from .counters import counts
+from .launch import backend
+from .layers import LAYER_CLASSES
+from .layers.projection import project
+from .settings import settings
+
+CAPACITY_STEP = 1024
+"""Rows that a full KV cache grows by: each growth copies the cache and compiles the step again."""
+
+_DECODE_CLASSES = tuple(LAYER_CLASSES.values())
+
+
+class DecodeStep:
+    """The decode step of one model.
+
+    Args:
+        model: a Lily model; its ``language_model`` is what runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._text = model.language_model
+        self._parameters: Any = []
+        self._compiled: dict[Any, tuple[Callable[..., Any], Counter[str]]] = {}
+
+    def why_not(self, inputs: mx.array, cache: Sequence[Any]) -> str | None:
+        """None if this step can run the call, else the reason that the model runs layer by layer.
+
+        Args:
+            inputs: tokens [B, T].
+            cache: one cache a layer.
+        """
+        if inputs.shape != (1, 1):
+            return f"{inputs.shape[0]} rows of {inputs.shape[1]} tokens, not one token"
+        if backend.resolve() == "ops":
+            return "the ops back-end is MLX's own ops"
+        if self._text.training:
+            return "training needs the differentiable path"
+        if self._text.model.pipeline_size > 1:
+            return "the model is in a pipeline"
+        for layer, layer_cache in zip(self._text.layers, cache, strict=True):
+            if why := _why_not_layer(layer, layer_cache):
+                return why
+        return None
+
+    def __call__(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
+        """Run one token and update the caches.
+
+        Args:
+            inputs: the token [1, 1]; need not be evaluated.
+            cache: one cache a layer, for which :meth:`why_not` is None.
+
+        Returns:
+            logits [1, 1, vocabulary] float32.
+        """
+        offset = next((c.offset for c in cache if isinstance(c, KVCache)), 0)
+        arrays = [array for c in cache for array in _arrays(c)]
+        run, launches = self._function()
+        position = mx.array([offset, 0, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
+        first = not launches
+        before = Counter(counts) if first else None
+        logits, *arrays = run(inputs, position, *arrays)
+        if before is not None:
+            launches.update(Counter(counts) - before)
+        else:
+            counts.update(launches)
+        for index, c in enumerate(cache):
+            pair = arrays[2 * index : 2 * index + 2]
+            if isinstance(c, KVCache):
+                c.keys, c.values = pair
+                c.offset += 1
+            else:
+                c[0], c[1] = pair
+                c.advance(1)
+        return logits
+
+    def _function(self) -> tuple[Callable[..., Any], Counter[str]]:
+        """The step for the settings of now, and what it launches; both are new when a weight is."""
+        parameters = tree_flatten(self._text.parameters())
+        if len(parameters) != len(self._parameters) or any(
+            new is not old for (_, new), (_, old) in zip(parameters, self._parameters, strict=True)
+        ):
+            self._parameters, self._compiled = parameters, {}
+        used = backend.resolve()
+        key = (used, settings(), str(mx.default_stream(mx.default_device())))
+        if key not in self._compiled:
+            # The host back-end needs arrays with values, which a compiled graph does not have.
+            function = self._forward if used == "host" else mx.compile(self._forward)
+            self._compiled[key] = (function, Counter())
+        return self._compiled[key]
+
+    def _forward(self, inputs: mx.array, position: mx.array, *arrays: mx.array) -> tuple[mx.array, ...]:
+        text = self._text
+        x = text.model.embed_tokens(inputs)
+        new: list[mx.array] = []
+        for index, layer in enumerate(text.layers):
+            first, second = arrays[2 * index : 2 * index + 2]
+            if layer.is_linear:
+                x, *pair = layer.linear_attn.decode(x, layer.input_layernorm, first, second)
+            else:
+                x, *pair = layer.self_attn.decode(x, layer.input_layernorm, first, second, position)
+            new += pair
+            x = layer.mlp.decode(x, layer.post_attention_layernorm)
+        head = text.model.embed_tokens if text.args.tie_word_embeddings else text.lm_head
+        return project(x, [head], norm=text.model.norm, out_dtype=mx.float32), *new
+
+
+def decode_step(model: nn.Module) -> DecodeStep:
+    """The model's decode step, made on first use."""
+    step = model.__dict__.get("_decode_step")
+    if step is None:
+        step = DecodeStep(model)
+        object.__setattr__(model, "_decode_step", step)
+    return step
+
+
+def _why_not_layer(layer: nn.Module, cache: Any) -> str | None:
+    mixer = layer.linear_attn if layer.is_linear else layer.self_attn
+    for module in (mixer, layer.mlp):
+        if type(module) not in _DECODE_CLASSES:
+            return f"a layer is {type(module).__name__}"
+        if getattr(module, "sharding_group", None) is not None:
+            return "the model is sharded"
+    if layer.is_linear:
+        if type(cache) is not ArraysCache or cache.lengths is not None or cache.left_padding is not None:
+            return f"a linear layer's cache is {type(cache).__name__}, or holds padded rows"
+        if cache[0] is None or cache[1] is None:
+            return "a linear layer's cache is empty"
+    else:
+        if type(cache) is not KVCache:
+            return f"an attention layer's cache is {type(cache).__name__}"
+        if cache.keys is None:
+            return "an attention layer's cache is empty"
+    return None
+
+
+def _arrays(cache: Any) -> tuple[mx.array, mx.array]:
+    """The two arrays of a layer's cache, with room for one more row in a KV cache."""
+    if isinstance(cache, ArraysCache):
+        return cache[0], cache[1]
+    if cache.offset >= cache.keys.shape[2]:
+        B, Hk, _, D = cache.keys.shape
+        room = mx.zeros((B, Hk, CAPACITY_STEP, D), cache.keys.dtype)
+        cache.keys = mx.concatenate([cache.keys, room], axis=2)
+        cache.values = mx.concatenate([cache.values, room], axis=2)
+    return cache.keys, cache.values
