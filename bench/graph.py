@@ -23,7 +23,6 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_map_with_path
-from mlx_lm.models.cache import KVCache
 
 import lily_mlx
 from lily_mlx import checkpoint, engine
@@ -59,8 +58,6 @@ REFERENCE_SHAPE = {"hidden_size": 2048, "num_hidden_layers": 40, "num_experts": 
 
 # MLX puts a kernel's template arguments after its name, Lily's launcher a hash of them.
 _SPECIALISATION = re.compile(r"(_[0-9a-f]{16})?(__.*)?$")
-
-CACHE_STEP = KVCache.step  # a KV cache grows by so many positions
 
 
 # --- The model ----------------------------------------------------------------------------------------------
@@ -110,11 +107,10 @@ def _from_checkpoint(path_or_repo: str) -> nn.Module:
 
 
 def _cache(model: nn.Module, context: int, tokens: int) -> list[Any]:
-    """The model's cache after ``context`` tokens, without data, with room for ``tokens`` more."""
+    """The model's cache after ``context`` tokens, without data, with room for just ``tokens`` more."""
     cache: list[Any] = model.make_cache()
     if context == 0:
         return cache
-    room = -(-(context + tokens) // CACHE_STEP) * CACHE_STEP
     for layer, entry in zip(model.layers, cache, strict=True):
         if layer.is_linear:
             net = layer.linear_attn
@@ -123,7 +119,7 @@ def _cache(model: nn.Module, context: int, tokens: int) -> list[Any]:
             entry[1] = _constant((1, net.num_v_heads, net.head_v_dim, net.head_k_dim), mx.float32)
         else:
             attention = layer.self_attn
-            shape = (1, attention.num_key_value_heads, room, attention.head_dim)
+            shape = (1, attention.num_key_value_heads, context + tokens, attention.head_dim)
             entry.keys, entry.values = (_constant(shape, attention.k_norm.weight.dtype) for _ in range(2))
             entry.offset = context
     return cache

@@ -14,6 +14,7 @@ What is counted:
   concatenation's copies) are one stage. A chain counts each primitive once, however many stages it has.
 - Bytes are what a primitive reads of each different input and writes, once, as if no cache held any of it:
   of a broadcast array what exists in memory, of a gather the selected rows, of an update in place the update.
+  A custom kernel reads its inputs whole, but one of Lily's only the chosen of all experts' weights.
 - A buffer is as large as its contents. MLX may hand out a cached one that is larger, and then copies where
   this module lets ``mx.contiguous`` share: at the sizes of Qwen3.6-35B-A3B the convolution state of a decode
   step (48 KB of 64) just fits the slack, so a Mac may launch up to one more kernel a DeltaNet layer.
@@ -25,11 +26,14 @@ accelerators; the vector kernels of a decode step are the same on every chip.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+
+from .kernel import Kernel, all_kernels
 
 # MLX names GPU classes by one letter: g (base, Pro), s (Max), d (Ultra). On s and d attention over 1,024 keys
 # and more is split in two passes.
@@ -41,6 +45,10 @@ SHARE_SLACK_BYTES = 16384
 # Elements a thread of a reduction reads times threads of a threadgroup: above it a full reduction takes two
 # passes.
 ONE_PASS_REDUCE_SIZE = 4 * 1024
+
+
+# The names that lily_mlx.launch.kernel gives: the stem, then a digest.
+_LILY = re.compile(r"lily_(\w+?)_[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -737,7 +745,26 @@ def _convolution(c: Costing, node: Node) -> Cost:
 
 def _custom_kernel(c: Costing, node: Node) -> Cost:
     copies = c.not_row(node.inputs) if node.arguments["ensure_row_contiguous"] else []
-    return c.cost(node, "a custom kernel", copies=copies)
+    match = _LILY.match(node.arguments["kernel"])
+    kernel = next((k for k in all_kernels() if match and k.stem == match[1]), None)
+    if kernel is None:
+        return c.cost(node, "a custom kernel", copies=copies)
+    return c.cost(node, "a kernel of Lily's", copies=copies, read=_lily_read(c, node, kernel))
+
+
+def _lily_read(c: Costing, node: Node, kernel: Kernel) -> int:
+    """Bytes read: of weights of all experts (axis E) the chosen ones, at most one read a distinct expert.
+
+    A buffer ``experts`` lists the chosen, and the shared expert, whose weights are arrays of their own, last.
+    """
+    arrays = [*zip(kernel.inputs, node.inputs, strict=True), *zip(kernel.outputs, node.outputs, strict=True)]
+    chosen = next((array.size - 1 for buffer, array in arrays if buffer.name == "experts"), None)
+    read = {}
+    for buffer, array in zip(kernel.inputs, node.inputs, strict=True):
+        read[array.name] = c.read_bytes(array)
+        if chosen is not None and buffer.axes.split()[0] == "E":
+            read[array.name] = read[array.name] * min(chosen, array.shape[0]) // array.shape[0]
+    return sum(read.values())
 
 
 def _gated_delta_update(c: Costing, node: Node) -> Cost:

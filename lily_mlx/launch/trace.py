@@ -25,6 +25,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -226,14 +227,18 @@ class _Recorder:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """While open, what the export would expand or refuse leaves a mark instead."""
-        with contextlib.ExitStack() as stack:
-            for module, name, stand_in in self._stand_ins():
-                stack.enter_context(_replaced(module, name, stand_in))
-            stack.enter_context(self._compiled_functions_marked())
-            yield
+        token = _recording.set(self)
+        try:
+            with contextlib.ExitStack() as stack:
+                for module, name, stand_in in self._stand_ins():
+                    stack.enter_context(_replaced(module, name, stand_in))
+                stack.enter_context(self._compiled_functions_marked())
+                yield
+        finally:
+            _recording.reset(token)
 
     def _stand_ins(self) -> Iterator[tuple[types.ModuleType, str, Callable[..., Any]]]:
-        yield mx, "compile", lambda fun, inputs=None, outputs=None, shapeless=False: self.compiled(fun)
+        yield mx, "compile", functools.partial(_compile_for_any_trace, mx.compile)
         for module, name, as_mark in _MARKED_OPS:
             original = getattr(module, name)
             yield module, name, functools.partial(self._marked_op, original, as_mark)
@@ -267,6 +272,26 @@ class _Recorder:
         finally:
             for action in undo:
                 action()
+
+
+_recording: ContextVar[_Recorder | None] = ContextVar("lily_trace_recording", default=None)
+
+
+def _compile_for_any_trace(
+    compile_: Callable[..., Any], fun: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Stand-in for ``mx.compile`` while a trace runs.
+
+    What it returns may be kept: it marks whatever trace it is called in, and outside of any it is MLX's own.
+    """
+    compiled = compile_(fun, *args, **kwargs)
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder = _recording.get()
+        return (recorder.compiled(fun) if recorder else compiled)(*args, **kwargs)
+
+    return call
 
 
 def _arrays(tree: Any) -> list[mx.array]:
@@ -421,7 +446,8 @@ _MARKED_OPS: tuple[tuple[Any, str, _AsMark], ...] = (
 def as_on_metal() -> Iterator[None]:
     """While open, Python code that asks MLX for the device takes its Metal branch.
 
-    ``mx.metal.is_available()`` is true, ``mx.cuda.is_available()`` false and ``mx.default_device()`` the GPU.
+    ``mx.metal.is_available()`` is true, ``mx.cuda.is_available()`` false and ``mx.default_device()`` the GPU;
+    ``mx.default_stream()`` of any device is the stream that this machine uses.
     Modules of mlx-lm that build kernels at import, and bound None instead without Metal, get the kernels.
 
     Lily's own :func:`~lily_mlx.launch.backend.available` keeps saying what this machine has, so that nothing
@@ -430,7 +456,9 @@ def as_on_metal() -> Iterator[None]:
     Kernels cannot run here without Metal: calling one outside a trace raises.
     """
     here = {name: backend.available(name) for name in BACKENDS if name != "auto"}
+    stream = mx.default_stream(mx.default_device())
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(mx, "default_stream", lambda device: stream))
         stack.enter_context(_replaced(backend, "available", here.__getitem__))
         stack.enter_context(_replaced(mx.metal, "is_available", lambda: True))
         stack.enter_context(_replaced(mx.cuda, "is_available", lambda: False))

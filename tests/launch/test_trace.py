@@ -254,6 +254,20 @@ def test_compiled_functions_are_found_where_they_are_bound():
     assert (Holder.in_class, holder.attribute, table["entry"], listed[0]) == before
 
 
+def test_what_is_compiled_during_a_trace_serves_later_ones():
+    kept = []
+
+    def fn(x):
+        if not kept:
+            kept.append(mx.compile(lambda x: mx.exp(x) * 2))
+        return kept[0](x)
+
+    for _ in range(2):
+        found, _total = traced(fn, mx.zeros((8,)))
+        assert [p.name for p in found] == ["Compiled"]
+    assert fn(mx.zeros((2,))).tolist() == [2, 2]
+
+
 def test_a_compiled_function_inside_another_fuses_with_it():
     inner = mx.compile(lambda x: mx.exp(x) * 2)
     outer = mx.compile(lambda x: inner(x + 1) - 3)
@@ -303,10 +317,12 @@ def test_a_custom_kernel_arrives_with_source_and_launch():
 
 def test_the_metal_branch_is_taken_and_everything_is_put_back():
     before = (mx.metal.is_available, mx.default_device, mx.fast.rms_norm, gated_delta.compute_g)
+    stream = mx.default_stream(mx.default_device())
     kernel = gated_delta._gated_delta_kernel_packed
     with trace.as_on_metal():
         assert mx.metal.is_available()
         assert mx.default_device() == mx.gpu
+        assert mx.default_stream(mx.default_device()) == stream
         assert gated_delta._gated_delta_kernel_packed is not None
     trace.primitives(nn.RMSNorm(8), mx.zeros((2, 8)))
     assert (mx.metal.is_available, mx.default_device, mx.fast.rms_norm, gated_delta.compute_g) == before
