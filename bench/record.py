@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -92,9 +92,11 @@ def check(record: Any, where: str) -> Record:
     return record
 
 
-def _names(types: Iterable[type]) -> str:
-    known = {str: "text", int: "a whole number", float: "a number", dict: "an object", bool: "true or false"}
-    return " or ".join(known.get(t, "null") for t in types)
+def _names(types: tuple[type, ...]) -> str:
+    if types == _Number:
+        return "a number"
+    known = {str: "text", int: "a whole number", dict: "an object", bool: "true or false", type(None): "null"}
+    return " or ".join(known[t] for t in types)
 
 
 def append(path: Path, record: Record) -> None:

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from bench import ab, arms, costs, gate, random_weights, record
+from bench import ab, arms, costs, gate, plots, random_weights, record
 from lily_mlx import cli
 from tests.plugin.test_cases import small_moe
 
@@ -27,8 +27,12 @@ def model(config):
 
 
 @pytest.fixture
-def bench(config, tmp_path):
-    """Run ``lily-mlx bench`` on the small model; returns the exit status."""
+def bench(config, tmp_path, monkeypatch):
+    """Run ``lily-mlx bench`` on the small model, with a short gate; returns the exit status."""
+    monkeypatch.setattr(gate, "TOKENS", 6)
+    monkeypatch.setattr(gate, "CHUNK", 4)
+    monkeypatch.setattr(costs, "peaks", lambda: {"bandwidth": 1e10, "matrix_peak": 1e11})
+    monkeypatch.setattr(plots, "draw", lambda groups, folder: {})  # tests/bench/test_compare.py draws
 
     def run(*words, output=tmp_path / "out"):
         options = {
