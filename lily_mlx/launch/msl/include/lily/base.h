@@ -1,7 +1,7 @@
 // Scalar types, limits, type traits and casts of the Metal Shading Language.
 //
-// No C or C++ header is included anywhere below: their ::abs, select or hypot would collide with the names that
-// a Metal source defines. Two ways to compile, chosen by lily_mlx.launch.msl.rewrite:
+// No C or C++ header is included anywhere below: their ::abs, select or hypot would collide with the names
+// that a Metal source defines. Two ways to compile, chosen by lily_mlx.launch.msl.rewrite:
 //   host    address spaces are gone, everything runs;
 //   strict  (LILY_STRICT) address spaces are real types, nothing runs.
 #pragma once
@@ -146,33 +146,33 @@ extern "C" __attribute__((weak, visibility("hidden"))) bfloat __truncsfbf2(float
 
 #ifdef LILY_STRICT
 // Copies of X between address spaces; templates, so that X stays trivially copyable.
-#define LILY_CLASS(X)                             \
-  template <typename From>                        \
-    requires(lily::Elsewhere<From, X>)            \
-  X(const From&);                                 \
-  template <typename From>                        \
-    requires(lily::Elsewhere<From, X>)            \
-  X& operator=(const From&);                      \
-  template <typename Self>                        \
-    requires(lily::Elsewhere<Self, X>)            \
+#define LILY_CLASS(X) \
+  template <typename From> \
+    requires(lily::Elsewhere<From, X>) \
+  X(const From&); \
+  template <typename From> \
+    requires(lily::Elsewhere<From, X>) \
+  X& operator=(const From&); \
+  template <typename Self> \
+    requires(lily::Elsewhere<Self, X>) \
   void operator=(this Self&, X);
 // A class inside a function has no member templates, and stays an aggregate: assignments only.
-#define LILY_LOCAL_CLASS(X)                          \
-  X& operator=(const X&) = default;                  \
-  X& operator=(const LILY_AS_device X&);             \
-  X& operator=(const LILY_AS_constant X&);           \
-  X& operator=(const LILY_AS_threadgroup X&);        \
-  void operator=(this LILY_AS_device X&, X);         \
+#define LILY_LOCAL_CLASS(X) \
+  X& operator=(const X&) = default; \
+  X& operator=(const LILY_AS_device X&); \
+  X& operator=(const LILY_AS_constant X&); \
+  X& operator=(const LILY_AS_threadgroup X&); \
+  void operator=(this LILY_AS_device X&, X); \
   void operator=(this LILY_AS_threadgroup X&, X);
 // With these an aggregate is none any more, so a constructor takes its initialisers.
-#define LILY_AGGREGATE(X)                         \
-  X() = default;                                  \
-  template <typename... A>                        \
-    requires(sizeof...(A) > 1)                    \
-  constexpr X(A...) {}                            \
-  template <typename A>                           \
-    requires(!__is_same(lily::plain<A>, X))       \
-  constexpr X(A) {}                               \
+#define LILY_AGGREGATE(X) \
+  X() = default; \
+  template <typename... A> \
+    requires(sizeof...(A) > 1) \
+  constexpr X(A...) {} \
+  template <typename A> \
+    requires(!__is_same(lily::plain<A>, X)) \
+  constexpr X(A) {} \
   LILY_CLASS(X)
 #endif
 
@@ -254,12 +254,12 @@ struct remove_addrspace<LILY_AS_constant T> {
 template <typename T>
 using remove_addrspace_t = typename remove_addrspace<T>::type;
 
-#define LILY_TRANSFORM(name)                 \
-  template <typename T>                      \
-  using name##_t = __##name(T);              \
-  template <typename T>                      \
-  struct name {                              \
-    using type = __##name(T);                \
+#define LILY_TRANSFORM(name) \
+  template <typename T> \
+  using name##_t = __##name(T); \
+  template <typename T> \
+  struct name { \
+    using type = __##name(T); \
   };
 LILY_TRANSFORM(remove_const)
 LILY_TRANSFORM(remove_volatile)
@@ -311,7 +311,8 @@ template <typename T>
 using plain = __remove_cv(metal::remove_addrspace_t<__remove_reference_t(T)>);
 
 template <typename T>
-constexpr bool is_real = __is_same(T, float) || __is_same(T, half) || __is_same(T, bfloat) || __is_same(T, double);
+constexpr bool is_real =
+    __is_same(T, float) || __is_same(T, half) || __is_same(T, bfloat) || __is_same(T, double);
 template <typename T>
 constexpr bool is_scalar = is_real<T> || __is_integral(T);
 
@@ -392,10 +393,10 @@ concept Elsewhere = bool(__is_same(plain<T>, X)) && !__is_same(__remove_cv(T), X
 
 namespace metal {
 
-#define LILY_TRAIT(name, ...)                          \
-  template <typename T>                                \
-  constexpr bool name##_v = __VA_ARGS__;               \
-  template <typename T>                                \
+#define LILY_TRAIT(name, ...) \
+  template <typename T> \
+  constexpr bool name##_v = __VA_ARGS__; \
+  template <typename T> \
   struct name : bool_constant<bool(__VA_ARGS__)> {};
 LILY_TRAIT(is_integral, __is_integral(__remove_cv(remove_addrspace_t<T>)))
 LILY_TRAIT(is_floating_point, lily::is_real<__remove_cv(remove_addrspace_t<T>)>)
@@ -418,10 +419,10 @@ LILY_TRAIT(is_trivially_copyable, __is_trivially_copyable(T))
 LILY_TRAIT(is_trivial, __is_trivially_copyable(T) && __is_trivially_constructible(T))
 LILY_TRAIT(is_default_constructible, __is_constructible(T))
 #undef LILY_TRAIT
-#define LILY_TRAIT2(name, builtin)                     \
-  template <typename A, typename B>                    \
-  constexpr bool name##_v = builtin(A, B);             \
-  template <typename A, typename B>                    \
+#define LILY_TRAIT2(name, builtin) \
+  template <typename A, typename B> \
+  constexpr bool name##_v = builtin(A, B); \
+  template <typename A, typename B> \
   struct name : bool_constant<builtin(A, B)> {};
 LILY_TRAIT2(is_convertible, __is_convertible)
 LILY_TRAIT2(is_base_of, __is_base_of)
@@ -539,47 +540,47 @@ struct numeric_limits<T> {
     return T(0);
   }
 };
-#define LILY_LIMITS(T, largest, smallest, eps, tiny, bits, digits_10)      \
-  template <>                                                              \
-  struct numeric_limits<T> {                                               \
-    static constexpr bool is_specialized = true;                           \
-    static constexpr bool is_signed = true;                                \
-    static constexpr bool is_integer = false;                              \
-    static constexpr bool is_exact = false;                                \
-    static constexpr bool is_iec559 = true;                                \
-    static constexpr bool has_infinity = true;                             \
-    static constexpr bool has_quiet_NaN = true;                            \
-    static constexpr bool is_bounded = true;                               \
-    static constexpr int digits = bits;                                    \
-    static constexpr int digits10 = digits_10;                             \
-    static constexpr int radix = 2;                                        \
-    static constexpr T max() {                                             \
-      return largest;                                                      \
-    }                                                                      \
-    static constexpr T min() {                                             \
-      return smallest;                                                     \
-    }                                                                      \
-    static constexpr T lowest() {                                          \
-      return -max();                                                       \
-    }                                                                      \
-    static constexpr T epsilon() {                                         \
-      return eps;                                                          \
-    }                                                                      \
-    static constexpr T round_error() {                                     \
-      return T(0.5f);                                                      \
-    }                                                                      \
-    static constexpr T infinity() {                                        \
-      return T(__builtin_huge_valf());                                     \
-    }                                                                      \
-    static constexpr T quiet_NaN() {                                       \
-      return T(__builtin_nanf(""));                                        \
-    }                                                                      \
-    static constexpr T signaling_NaN() {                                   \
-      return T(__builtin_nanf(""));                                        \
-    }                                                                      \
-    static constexpr T denorm_min() {                                      \
-      return T(tiny);                                                      \
-    }                                                                      \
+#define LILY_LIMITS(T, largest, smallest, eps, tiny, bits, digits_10) \
+  template <> \
+  struct numeric_limits<T> { \
+    static constexpr bool is_specialized = true; \
+    static constexpr bool is_signed = true; \
+    static constexpr bool is_integer = false; \
+    static constexpr bool is_exact = false; \
+    static constexpr bool is_iec559 = true; \
+    static constexpr bool has_infinity = true; \
+    static constexpr bool has_quiet_NaN = true; \
+    static constexpr bool is_bounded = true; \
+    static constexpr int digits = bits; \
+    static constexpr int digits10 = digits_10; \
+    static constexpr int radix = 2; \
+    static constexpr T max() { \
+      return largest; \
+    } \
+    static constexpr T min() { \
+      return smallest; \
+    } \
+    static constexpr T lowest() { \
+      return -max(); \
+    } \
+    static constexpr T epsilon() { \
+      return eps; \
+    } \
+    static constexpr T round_error() { \
+      return T(0.5f); \
+    } \
+    static constexpr T infinity() { \
+      return T(__builtin_huge_valf()); \
+    } \
+    static constexpr T quiet_NaN() { \
+      return T(__builtin_nanf("")); \
+    } \
+    static constexpr T signaling_NaN() { \
+      return T(__builtin_nanf("")); \
+    } \
+    static constexpr T denorm_min() { \
+      return T(tiny); \
+    } \
   };
 LILY_LIMITS(float, FLT_MAX, FLT_MIN, FLT_EPSILON, 0x1p-149f, 24, 6)
 LILY_LIMITS(half, HALF_MAX, HALF_MIN, HALF_EPSILON, 0x1p-24f, 11, 3)

@@ -51,56 +51,56 @@ inline T next_16(T x, T y) {
 
 } // namespace lily
 
-// One definition serves float, half (computed in float, rounded once), integers (as float) and vectors. A bfloat is
-// a float to these functions, as in Metal; MLX adds overloads of its own that return bfloat.
-#define LILY_MATH_1(name, expr)                                      \
-  constexpr float name(float x) {                                    \
-    return expr;                                                     \
-  }                                                                  \
-  constexpr half name(half x) {                                      \
-    return half(name(float(x)));                                     \
-  }                                                                  \
-  template <lily::Integer T>                                         \
-  constexpr float name(T x) {                                        \
-    return name(float(x));                                           \
-  }                                                                  \
-  template <lily::Vector V>                                          \
-  constexpr auto name(V v) {                                         \
-    return lily::lift([](auto x) { return name(x); }, v);            \
+// One definition serves float, half (computed in float, rounded once), integers (as float) and vectors. A
+// bfloat is a float to these functions, as in Metal; MLX adds overloads of its own that return bfloat.
+#define LILY_MATH_1(name, expr) \
+  constexpr float name(float x) { \
+    return expr; \
+  } \
+  constexpr half name(half x) { \
+    return half(name(float(x))); \
+  } \
+  template <lily::Integer T> \
+  constexpr float name(T x) { \
+    return name(float(x)); \
+  } \
+  template <lily::Vector V> \
+  constexpr auto name(V v) { \
+    return lily::lift([](auto x) { return name(x); }, v); \
   }
-#define LILY_MATH_2(name, expr)                                                            \
-  constexpr float name(float x, float y) {                                                 \
-    return expr;                                                                           \
-  }                                                                                        \
-  constexpr half name(half x, half y) {                                                    \
-    return half(name(float(x), float(y)));                                                 \
-  }                                                                                        \
-  template <lily::Scalar A, lily::Scalar B>                                                \
-    requires(!__is_same(A, B) || lily::Integer<A>)                                         \
-  constexpr float name(A x, B y) {                                                         \
-    return name(float(x), float(y));                                                       \
-  }                                                                                        \
-  template <typename A, typename B>                                                        \
-    requires(lily::Vector<A> || lily::Vector<B>)                                           \
-  constexpr auto name(A a, B b) {                                                          \
-    return lily::lift([](auto x, auto y) { return name(x, y); }, a, b);                    \
+#define LILY_MATH_2(name, expr) \
+  constexpr float name(float x, float y) { \
+    return expr; \
+  } \
+  constexpr half name(half x, half y) { \
+    return half(name(float(x), float(y))); \
+  } \
+  template <lily::Scalar A, lily::Scalar B> \
+    requires(!__is_same(A, B) || lily::Integer<A>) \
+  constexpr float name(A x, B y) { \
+    return name(float(x), float(y)); \
+  } \
+  template <typename A, typename B> \
+    requires(lily::Vector<A> || lily::Vector<B>) \
+  constexpr auto name(A a, B b) { \
+    return lily::lift([](auto x, auto y) { return name(x, y); }, a, b); \
   }
-#define LILY_MATH_3(name, expr)                                                            \
-  constexpr float name(float x, float y, float z) {                                        \
-    return expr;                                                                           \
-  }                                                                                        \
-  constexpr half name(half x, half y, half z) {                                            \
-    return half(name(float(x), float(y), float(z)));                                       \
-  }                                                                                        \
-  template <lily::Scalar A, lily::Scalar B, lily::Scalar C>                                \
-    requires(!(__is_same(A, B) && __is_same(B, C)) || lily::Integer<A>)                    \
-  constexpr float name(A x, B y, C z) {                                                    \
-    return name(float(x), float(y), float(z));                                             \
-  }                                                                                        \
-  template <typename A, typename B, typename C>                                            \
-    requires(lily::Vector<A> || lily::Vector<B> || lily::Vector<C>)                        \
-  constexpr auto name(A a, B b, C c) {                                                     \
-    return lily::lift([](auto x, auto y, auto z) { return name(x, y, z); }, a, b, c);      \
+#define LILY_MATH_3(name, expr) \
+  constexpr float name(float x, float y, float z) { \
+    return expr; \
+  } \
+  constexpr half name(half x, half y, half z) { \
+    return half(name(float(x), float(y), float(z))); \
+  } \
+  template <lily::Scalar A, lily::Scalar B, lily::Scalar C> \
+    requires(!(__is_same(A, B) && __is_same(B, C)) || lily::Integer<A>) \
+  constexpr float name(A x, B y, C z) { \
+    return name(float(x), float(y), float(z)); \
+  } \
+  template <typename A, typename B, typename C> \
+    requires(lily::Vector<A> || lily::Vector<B> || lily::Vector<C>) \
+  constexpr auto name(A a, B b, C c) { \
+    return lily::lift([](auto x, auto y, auto z) { return name(x, y, z); }, a, b, c); \
   }
 
 namespace lily::math {
@@ -195,17 +195,17 @@ inline auto ilogb(V v) {
 }
 
 // Functions with a second result through a thread reference.
-#define LILY_TWO_RESULTS(name, second_t, call)                       \
-  inline float name(float x, second_t& second) {                     \
-    return call;                                                     \
-  }                                                                  \
-  template <lily::Vector V, lily::Vector S>                          \
-  inline V name(V v, S& second) {                                    \
-    V out{};                                                         \
-    for (int i = 0; i < lily::size_of<V>; ++i) {                     \
-      out.v[i] = name(v.v[i], second.v[i]);                          \
-    }                                                                \
-    return out;                                                      \
+#define LILY_TWO_RESULTS(name, second_t, call) \
+  inline float name(float x, second_t& second) { \
+    return call; \
+  } \
+  template <lily::Vector V, lily::Vector S> \
+  inline V name(V v, S& second) { \
+    V out{}; \
+    for (int i = 0; i < lily::size_of<V>; ++i) { \
+      out.v[i] = name(v.v[i], second.v[i]); \
+    } \
+    return out; \
   }
 LILY_TWO_RESULTS(frexp, int, __builtin_frexpf(x, &second))
 LILY_TWO_RESULTS(modf, float, __builtin_modff(x, &second))
@@ -274,17 +274,17 @@ template <lily::Scalar A, lily::Scalar B, lily::Scalar C>
 constexpr auto median3(A x, B y, C z) {
   return max(min(x, y), min(max(x, y), z));
 }
-#define LILY_LIFT_2(name)                                                \
-  template <typename A, typename B>                                      \
-    requires(lily::Vector<A> || lily::Vector<B>)                         \
-  constexpr auto name(A a, B b) {                                        \
-    return lily::lift([](auto x, auto y) { return name(x, y); }, a, b);  \
+#define LILY_LIFT_2(name) \
+  template <typename A, typename B> \
+    requires(lily::Vector<A> || lily::Vector<B>) \
+  constexpr auto name(A a, B b) { \
+    return lily::lift([](auto x, auto y) { return name(x, y); }, a, b); \
   }
-#define LILY_LIFT_3(name)                                                                  \
-  template <typename A, typename B, typename C>                                            \
-    requires(lily::Vector<A> || lily::Vector<B> || lily::Vector<C>)                        \
-  constexpr auto name(A a, B b, C c) {                                                     \
-    return lily::lift([](auto x, auto y, auto z) { return name(x, y, z); }, a, b, c);      \
+#define LILY_LIFT_3(name) \
+  template <typename A, typename B, typename C> \
+    requires(lily::Vector<A> || lily::Vector<B> || lily::Vector<C>) \
+  constexpr auto name(A a, B b, C c) { \
+    return lily::lift([](auto x, auto y, auto z) { return name(x, y, z); }, a, b, c); \
   }
 LILY_LIFT_2(min)
 LILY_LIFT_2(max)
@@ -344,77 +344,77 @@ constexpr auto refract(V i, V n, T eta) {
 
 } // namespace lily::math
 
-#define LILY_USING_MATH                                                                                            \
-  using lily::math::abs;                                                                                           \
-  using lily::math::acos;                                                                                          \
-  using lily::math::acosh;                                                                                         \
-  using lily::math::asin;                                                                                          \
-  using lily::math::asinh;                                                                                         \
-  using lily::math::atan;                                                                                          \
-  using lily::math::atan2;                                                                                         \
-  using lily::math::atanh;                                                                                         \
-  using lily::math::ceil;                                                                                          \
-  using lily::math::clamp;                                                                                         \
-  using lily::math::copysign;                                                                                      \
-  using lily::math::cos;                                                                                           \
-  using lily::math::cosh;                                                                                          \
-  using lily::math::cospi;                                                                                         \
-  using lily::math::cross;                                                                                         \
-  using lily::math::distance;                                                                                      \
-  using lily::math::distance_squared;                                                                              \
-  using lily::math::divide;                                                                                        \
-  using lily::math::dot;                                                                                           \
-  using lily::math::exp;                                                                                           \
-  using lily::math::exp10;                                                                                         \
-  using lily::math::exp2;                                                                                          \
-  using lily::math::fabs;                                                                                          \
-  using lily::math::faceforward;                                                                                   \
-  using lily::math::fdim;                                                                                          \
-  using lily::math::floor;                                                                                         \
-  using lily::math::fma;                                                                                           \
-  using lily::math::fmax;                                                                                          \
-  using lily::math::fmax3;                                                                                         \
-  using lily::math::fmedian3;                                                                                      \
-  using lily::math::fmin;                                                                                          \
-  using lily::math::fmin3;                                                                                         \
-  using lily::math::fmod;                                                                                          \
-  using lily::math::fract;                                                                                         \
-  using lily::math::frexp;                                                                                         \
-  using lily::math::ilogb;                                                                                         \
-  using lily::math::ldexp;                                                                                         \
-  using lily::math::length;                                                                                        \
-  using lily::math::length_squared;                                                                                \
-  using lily::math::log;                                                                                           \
-  using lily::math::log10;                                                                                         \
-  using lily::math::log2;                                                                                          \
-  using lily::math::max;                                                                                           \
-  using lily::math::max3;                                                                                          \
-  using lily::math::median3;                                                                                       \
-  using lily::math::min;                                                                                           \
-  using lily::math::min3;                                                                                          \
-  using lily::math::mix;                                                                                           \
-  using lily::math::modf;                                                                                          \
-  using lily::math::nextafter;                                                                                     \
-  using lily::math::normalize;                                                                                     \
-  using lily::math::pow;                                                                                           \
-  using lily::math::powr;                                                                                          \
-  using lily::math::reflect;                                                                                       \
-  using lily::math::refract;                                                                                       \
-  using lily::math::rint;                                                                                          \
-  using lily::math::round;                                                                                         \
-  using lily::math::rsqrt;                                                                                         \
-  using lily::math::saturate;                                                                                      \
-  using lily::math::sign;                                                                                          \
-  using lily::math::sin;                                                                                           \
-  using lily::math::sincos;                                                                                        \
-  using lily::math::sinh;                                                                                          \
-  using lily::math::sinpi;                                                                                         \
-  using lily::math::smoothstep;                                                                                    \
-  using lily::math::sqrt;                                                                                          \
-  using lily::math::step;                                                                                          \
-  using lily::math::tan;                                                                                           \
-  using lily::math::tanh;                                                                                          \
-  using lily::math::tanpi;                                                                                         \
+#define LILY_USING_MATH \
+  using lily::math::abs; \
+  using lily::math::acos; \
+  using lily::math::acosh; \
+  using lily::math::asin; \
+  using lily::math::asinh; \
+  using lily::math::atan; \
+  using lily::math::atan2; \
+  using lily::math::atanh; \
+  using lily::math::ceil; \
+  using lily::math::clamp; \
+  using lily::math::copysign; \
+  using lily::math::cos; \
+  using lily::math::cosh; \
+  using lily::math::cospi; \
+  using lily::math::cross; \
+  using lily::math::distance; \
+  using lily::math::distance_squared; \
+  using lily::math::divide; \
+  using lily::math::dot; \
+  using lily::math::exp; \
+  using lily::math::exp10; \
+  using lily::math::exp2; \
+  using lily::math::fabs; \
+  using lily::math::faceforward; \
+  using lily::math::fdim; \
+  using lily::math::floor; \
+  using lily::math::fma; \
+  using lily::math::fmax; \
+  using lily::math::fmax3; \
+  using lily::math::fmedian3; \
+  using lily::math::fmin; \
+  using lily::math::fmin3; \
+  using lily::math::fmod; \
+  using lily::math::fract; \
+  using lily::math::frexp; \
+  using lily::math::ilogb; \
+  using lily::math::ldexp; \
+  using lily::math::length; \
+  using lily::math::length_squared; \
+  using lily::math::log; \
+  using lily::math::log10; \
+  using lily::math::log2; \
+  using lily::math::max; \
+  using lily::math::max3; \
+  using lily::math::median3; \
+  using lily::math::min; \
+  using lily::math::min3; \
+  using lily::math::mix; \
+  using lily::math::modf; \
+  using lily::math::nextafter; \
+  using lily::math::normalize; \
+  using lily::math::pow; \
+  using lily::math::powr; \
+  using lily::math::reflect; \
+  using lily::math::refract; \
+  using lily::math::rint; \
+  using lily::math::round; \
+  using lily::math::rsqrt; \
+  using lily::math::saturate; \
+  using lily::math::sign; \
+  using lily::math::sin; \
+  using lily::math::sincos; \
+  using lily::math::sinh; \
+  using lily::math::sinpi; \
+  using lily::math::smoothstep; \
+  using lily::math::sqrt; \
+  using lily::math::step; \
+  using lily::math::tan; \
+  using lily::math::tanh; \
+  using lily::math::tanpi; \
   using lily::math::trunc;
 
 namespace metal {
@@ -427,15 +427,15 @@ LILY_USING_MATH
 }
 
 // Relations.
-#define LILY_RELATION(name, result)                          \
-  template <lily::Scalar T>                                  \
-  constexpr bool name(T x0) {                                \
-    float x = float(x0);                                     \
-    return result;                                           \
-  }                                                          \
-  template <lily::Vector V>                                  \
-  constexpr auto name(V v) {                                 \
-    return lily::lift([](auto x) { return name(x); }, v);    \
+#define LILY_RELATION(name, result) \
+  template <lily::Scalar T> \
+  constexpr bool name(T x0) { \
+    float x = float(x0); \
+    return result; \
+  } \
+  template <lily::Vector V> \
+  constexpr auto name(V v) { \
+    return lily::lift([](auto x) { return name(x); }, v); \
   }
 LILY_RELATION(isnan, __builtin_isnan(x))
 LILY_RELATION(isinf, __builtin_isinf(x) != 0)
@@ -552,8 +552,8 @@ template <lily::Integer T>
 LILY_WRAPS constexpr T subsat(T x, T y) {
   T difference;
   bool over = __builtin_sub_overflow(x, y, &difference);
-  return over ? (numeric_limits<T>::is_signed && y < T(0) ? numeric_limits<T>::max() : numeric_limits<T>::min())
-              : difference;
+  bool above = numeric_limits<T>::is_signed && y < T(0);
+  return !over ? difference : above ? numeric_limits<T>::max() : numeric_limits<T>::min();
 }
 template <lily::Integer T>
 LILY_WRAPS constexpr T madsat(T x, T y, T z) {
@@ -603,10 +603,10 @@ LILY_WRAPS constexpr T insert_bits(T base, T insert, uint offset, uint bits) {
   ulong mask = (bits >= 64 ? ~0ul : (1ul << bits) - 1) << offset;
   return T((ulong(base) & ~mask) | ((ulong(insert) << offset) & mask));
 }
-#define LILY_LIFT_1(name)                                    \
-  template <lily::Vector V>                                  \
-  constexpr auto name(V v) {                                 \
-    return lily::lift([](auto x) { return name(x); }, v);    \
+#define LILY_LIFT_1(name) \
+  template <lily::Vector V> \
+  constexpr auto name(V v) { \
+    return lily::lift([](auto x) { return name(x); }, v); \
   }
 LILY_LIFT_1(popcount)
 LILY_LIFT_1(clz)
@@ -698,21 +698,22 @@ inline uint pack_half_to_snorm4x8(half4 x) {
 #undef LILY_LIFT_3
 #undef LILY_USING_MATH
 
-// The compiler's own names for these functions, which MLX's bfloat overloads call; `fast` says which precision.
-#define LILY_BUILTIN_1(name)                              \
-  template <typename T>                                   \
-  inline auto __metal_##name(T x, bool = true) {          \
-    return metal::name(x);                                \
+// The compiler's own names for these functions, which MLX's bfloat overloads call; `fast` says which
+// precision.
+#define LILY_BUILTIN_1(name) \
+  template <typename T> \
+  inline auto __metal_##name(T x, bool = true) { \
+    return metal::name(x); \
   }
-#define LILY_BUILTIN_2(name)                              \
-  template <typename T>                                   \
-  inline auto __metal_##name(T x, T y, bool = true) {     \
-    return metal::name(x, y);                             \
+#define LILY_BUILTIN_2(name) \
+  template <typename T> \
+  inline auto __metal_##name(T x, T y, bool = true) { \
+    return metal::name(x, y); \
   }
-#define LILY_BUILTIN_3(name)                                 \
-  template <typename T>                                      \
-  inline auto __metal_##name(T x, T y, T z, bool = true) {   \
-    return metal::name(x, y, z);                             \
+#define LILY_BUILTIN_3(name) \
+  template <typename T> \
+  inline auto __metal_##name(T x, T y, T z, bool = true) { \
+    return metal::name(x, y, z); \
   }
 LILY_BUILTIN_1(acos)
 LILY_BUILTIN_1(acosh)

@@ -155,26 +155,26 @@ constexpr T determinant(matrix<T, N, N> a) {
 
 } // namespace metal
 
-#define LILY_MATRIX_NAMES(T)               \
-  typedef metal::matrix<T, 2, 2> T##2x2;   \
-  typedef metal::matrix<T, 2, 3> T##2x3;   \
-  typedef metal::matrix<T, 2, 4> T##2x4;   \
-  typedef metal::matrix<T, 3, 2> T##3x2;   \
-  typedef metal::matrix<T, 3, 3> T##3x3;   \
-  typedef metal::matrix<T, 3, 4> T##3x4;   \
-  typedef metal::matrix<T, 4, 2> T##4x2;   \
-  typedef metal::matrix<T, 4, 3> T##4x3;   \
-  typedef metal::matrix<T, 4, 4> T##4x4;   \
-  namespace metal {                        \
-  using ::T##2x2;                          \
-  using ::T##2x3;                          \
-  using ::T##2x4;                          \
-  using ::T##3x2;                          \
-  using ::T##3x3;                          \
-  using ::T##3x4;                          \
-  using ::T##4x2;                          \
-  using ::T##4x3;                          \
-  using ::T##4x4;                          \
+#define LILY_MATRIX_NAMES(T) \
+  typedef metal::matrix<T, 2, 2> T##2x2; \
+  typedef metal::matrix<T, 2, 3> T##2x3; \
+  typedef metal::matrix<T, 2, 4> T##2x4; \
+  typedef metal::matrix<T, 3, 2> T##3x2; \
+  typedef metal::matrix<T, 3, 3> T##3x3; \
+  typedef metal::matrix<T, 3, 4> T##3x4; \
+  typedef metal::matrix<T, 4, 2> T##4x2; \
+  typedef metal::matrix<T, 4, 3> T##4x3; \
+  typedef metal::matrix<T, 4, 4> T##4x4; \
+  namespace metal { \
+  using ::T##2x2; \
+  using ::T##2x3; \
+  using ::T##2x4; \
+  using ::T##3x2; \
+  using ::T##3x3; \
+  using ::T##3x4; \
+  using ::T##4x2; \
+  using ::T##4x3; \
+  using ::T##4x4; \
   }
 LILY_MATRIX_NAMES(half)
 LILY_MATRIX_NAMES(float)

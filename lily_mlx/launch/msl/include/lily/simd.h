@@ -1,8 +1,8 @@
 // Simdgroup and quadgroup functions, barriers.
 //
-// Every function is one rendezvous of the simdgroup's active lanes (hostrt/runtime.h), keyed by the function's name
-// and the line of the call: `line` is a default argument everywhere. A reduction is the ascending xor butterfly
-// (1, 2, 4, 8, 16). A read from a lane that took no part ends the launch.
+// Every function is one rendezvous of the simdgroup's active lanes (hostrt/runtime.h), keyed by the
+// function's name and the line of the call: `line` is a default argument everywhere. A reduction is the
+// ascending xor butterfly (1, 2, 4, 8, 16). A read from a lane that took no part ends the launch.
 #pragma once
 #pragma clang system_header
 
@@ -25,7 +25,13 @@ constexpr mem_flags operator&(mem_flags a, mem_flags b) {
   return mem_flags(uint(a) & uint(b));
 }
 
-enum memory_order : int { memory_order_relaxed, memory_order_acquire, memory_order_release, memory_order_acq_rel, memory_order_seq_cst };
+enum memory_order : int {
+  memory_order_relaxed,
+  memory_order_acquire,
+  memory_order_release,
+  memory_order_acq_rel,
+  memory_order_seq_cst,
+};
 
 enum thread_scope {
   thread_scope_thread,
@@ -143,8 +149,8 @@ struct bit_xor {
   }
 };
 
-// Each group of W lanes (32: the simdgroup, 4: its quads) reduced; lanes that are not active are left out. Pairs of
-// neighbours, then pairs of those, and so on: what the ascending butterfly leaves in every lane.
+// Each group of W lanes (32: the simdgroup, 4: its quads) reduced; lanes that are not active are left out.
+// Pairs of neighbours, then pairs of those, and so on: what the ascending butterfly leaves in every lane.
 template <int W, typename Op, typename T>
 void reduce_groups(T* v, rt::u32 active) {
   T pairs[32];
@@ -299,101 +305,109 @@ T fill_down(rt::Op name, T data, T filling, int delta, int modulo, int line) {
 
 namespace metal {
 
-#define LILY_GROUP_REDUCTION(name, W, op)                     \
-  template <lily::Exchanged T>                                \
-  LILY_RT_INLINE auto name(T x, int line = __builtin_LINE()) {        \
-    return lily::reduce<W, lily::op>(#name, x, line);         \
+#define LILY_GROUP_REDUCTION(name, W, op) \
+  template <lily::Exchanged T> \
+  LILY_RT_INLINE auto name(T x, int line = __builtin_LINE()) { \
+    return lily::reduce<W, lily::op>(#name, x, line); \
   }
-#define LILY_GROUP_SCAN(name, W, op, inclusive)               \
-  template <lily::Exchanged T>                                \
-  LILY_RT_INLINE auto name(T x, int line = __builtin_LINE()) {        \
+#define LILY_GROUP_SCAN(name, W, op, inclusive) \
+  template <lily::Exchanged T> \
+  LILY_RT_INLINE auto name(T x, int line = __builtin_LINE()) { \
     return lily::scan<W, lily::op, inclusive>(#name, x, line); \
   }
-#define LILY_GROUP(group, W)                                                                                         \
-  LILY_GROUP_REDUCTION(group##_sum, W, sum)                                                                          \
-  LILY_GROUP_REDUCTION(group##_product, W, product)                                                                  \
-  LILY_GROUP_REDUCTION(group##_min, W, minimum)                                                                      \
-  LILY_GROUP_REDUCTION(group##_max, W, maximum)                                                                      \
-  LILY_GROUP_REDUCTION(group##_and, W, bit_and)                                                                      \
-  LILY_GROUP_REDUCTION(group##_or, W, bit_or)                                                                        \
-  LILY_GROUP_REDUCTION(group##_xor, W, bit_xor)                                                                      \
-  LILY_GROUP_SCAN(group##_prefix_inclusive_sum, W, sum, true)                                                        \
-  LILY_GROUP_SCAN(group##_prefix_exclusive_sum, W, sum, false)                                                       \
-  LILY_GROUP_SCAN(group##_prefix_inclusive_product, W, product, true)                                                \
-  LILY_GROUP_SCAN(group##_prefix_exclusive_product, W, product, false)                                               \
-  template <lily::Exchanged T>                                                                                       \
-  LILY_RT_INLINE T group##_shuffle(T data, ushort lane, int line = __builtin_LINE()) {                                       \
-    return lily::read_lane(#group "_shuffle", data, lily::position<W>().base + lane, line);                          \
-  }                                                                                                                  \
-  template <lily::Exchanged T>                                                                                       \
-  LILY_RT_INLINE T group##_broadcast(T data, ushort lane, int line = __builtin_LINE()) {                                     \
-    return lily::read_lane(#group "_broadcast", data, lily::position<W>().base + lane, line);                        \
-  }                                                                                                                  \
-  template <lily::Exchanged T>                                                                                       \
-  LILY_RT_INLINE T group##_shuffle_up(T data, ushort delta, int line = __builtin_LINE()) {                                   \
-    return lily::shuffle_up<W>(#group "_shuffle_up", data, delta, line);                                             \
-  }                                                                                                                  \
-  template <lily::Exchanged T>                                                                                       \
-  LILY_RT_INLINE T group##_shuffle_down(T data, ushort delta, int line = __builtin_LINE()) {                                 \
-    return lily::shuffle_down<W>(#group "_shuffle_down", data, delta, line);                                         \
-  }                                                                                                                  \
-  template <lily::Exchanged T>                                                                                       \
-  LILY_RT_INLINE T group##_shuffle_xor(T data, ushort mask, int line = __builtin_LINE()) {                                   \
-    return lily::shuffle_xor<W>(#group "_shuffle_xor", data, mask, line);                                            \
-  }                                                                                                                  \
-  template <lily::Exchanged T>                                                                                       \
-  LILY_RT_INLINE T group##_shuffle_rotate_up(T data, ushort delta, int line = __builtin_LINE()) {                            \
-    return lily::rotate<W>(#group "_shuffle_rotate_up", data, -int(delta), line);                                    \
-  }                                                                                                                  \
-  template <lily::Exchanged T>                                                                                       \
-  LILY_RT_INLINE T group##_shuffle_rotate_down(T data, ushort delta, int line = __builtin_LINE()) {                          \
-    return lily::rotate<W>(#group "_shuffle_rotate_down", data, delta, line);                                        \
-  }                                                                                                                  \
-  template <lily::Exchanged T>                                                                                       \
-  LILY_RT_INLINE T group##_shuffle_and_fill_up(T data, __remove_cv(T) filling, ushort delta, ushort modulo = W,              \
-                                       int line = __builtin_LINE()) {                                                \
-    return lily::fill_up(#group "_shuffle_and_fill_up", data, filling, delta, modulo, line);                         \
-  }                                                                                                                  \
-  template <lily::Exchanged T>                                                                                       \
-  LILY_RT_INLINE T group##_shuffle_and_fill_down(T data, __remove_cv(T) filling, ushort delta, ushort modulo = W,            \
-                                         int line = __builtin_LINE()) {                                              \
-    return lily::fill_down(#group "_shuffle_and_fill_down", data, filling, delta, modulo, line);                     \
-  }                                                                                                                  \
-  LILY_RT_INLINE group##_vote group##_ballot(bool mine, int line = __builtin_LINE()) {                                       \
-    uint active = 0;                                                                                                 \
-    uint votes = lily::active_lanes(#group "_ballot", mine, line, active);                                           \
-    return group##_vote((votes >> lily::position<W>().base) & (0xffffffffu >> (32 - W)));                            \
-  }                                                                                                                  \
-  LILY_RT_INLINE group##_vote group##_active_threads_mask(int line = __builtin_LINE()) {                                     \
-    uint active = 0;                                                                                                 \
-    lily::active_lanes(#group "_active_threads_mask", true, line, active);                                           \
-    return group##_vote((active >> lily::position<W>().base) & (0xffffffffu >> (32 - W)));                           \
-  }                                                                                                                  \
-  LILY_RT_INLINE bool group##_all(bool mine, int line = __builtin_LINE()) {                                                  \
-    uint active = 0;                                                                                                 \
-    uint misses = lily::active_lanes(#group "_all", !mine, line, active);                                            \
-    return ((misses >> lily::position<W>().base) & (0xffffffffu >> (32 - W))) == 0;                                  \
-  }                                                                                                                  \
-  LILY_RT_INLINE bool group##_any(bool mine, int line = __builtin_LINE()) {                                                  \
-    uint active = 0;                                                                                                 \
-    uint hits = lily::active_lanes(#group "_any", mine, line, active);                                               \
-    return ((hits >> lily::position<W>().base) & (0xffffffffu >> (32 - W))) != 0;                                    \
-  }                                                                                                                  \
-  LILY_RT_INLINE bool group##_is_first(int line = __builtin_LINE()) {                                                        \
-    uint active = 0;                                                                                                 \
-    lily::active_lanes(#group "_is_first", true, line, active);                                                      \
-    lily::position<W> p;                                                                                             \
-    return p.at == __builtin_ctz((active >> p.base) & (0xffffffffu >> (32 - W)));                                    \
-  }                                                                                                                  \
-  template <lily::Exchanged T>                                                                                       \
-  LILY_RT_INLINE T group##_broadcast_first(T data, int line = __builtin_LINE()) {                                            \
-    uint active = 0;                                                                                                 \
-    const T* all = lily::rt::simd_gather(#group "_broadcast_first", line, data, active);                             \
-    int base = lily::position<W>().base;                                                                             \
-    return all[base + __builtin_ctz((active >> base) & (0xffffffffu >> (32 - W)))];                                  \
-  }                                                                                                                  \
-  LILY_RT_INLINE bool group##_is_helper_thread() {                                                                           \
-    return false;                                                                                                    \
+#define LILY_GROUP(group, W) \
+  LILY_GROUP_REDUCTION(group##_sum, W, sum) \
+  LILY_GROUP_REDUCTION(group##_product, W, product) \
+  LILY_GROUP_REDUCTION(group##_min, W, minimum) \
+  LILY_GROUP_REDUCTION(group##_max, W, maximum) \
+  LILY_GROUP_REDUCTION(group##_and, W, bit_and) \
+  LILY_GROUP_REDUCTION(group##_or, W, bit_or) \
+  LILY_GROUP_REDUCTION(group##_xor, W, bit_xor) \
+  LILY_GROUP_SCAN(group##_prefix_inclusive_sum, W, sum, true) \
+  LILY_GROUP_SCAN(group##_prefix_exclusive_sum, W, sum, false) \
+  LILY_GROUP_SCAN(group##_prefix_inclusive_product, W, product, true) \
+  LILY_GROUP_SCAN(group##_prefix_exclusive_product, W, product, false) \
+  template <lily::Exchanged T> \
+  LILY_RT_INLINE T group##_shuffle(T data, ushort lane, int line = __builtin_LINE()) { \
+    return lily::read_lane(#group "_shuffle", data, lily::position<W>().base + lane, line); \
+  } \
+  template <lily::Exchanged T> \
+  LILY_RT_INLINE T group##_broadcast(T data, ushort lane, int line = __builtin_LINE()) { \
+    return lily::read_lane(#group "_broadcast", data, lily::position<W>().base + lane, line); \
+  } \
+  template <lily::Exchanged T> \
+  LILY_RT_INLINE T group##_shuffle_up(T data, ushort delta, int line = __builtin_LINE()) { \
+    return lily::shuffle_up<W>(#group "_shuffle_up", data, delta, line); \
+  } \
+  template <lily::Exchanged T> \
+  LILY_RT_INLINE T group##_shuffle_down(T data, ushort delta, int line = __builtin_LINE()) { \
+    return lily::shuffle_down<W>(#group "_shuffle_down", data, delta, line); \
+  } \
+  template <lily::Exchanged T> \
+  LILY_RT_INLINE T group##_shuffle_xor(T data, ushort mask, int line = __builtin_LINE()) { \
+    return lily::shuffle_xor<W>(#group "_shuffle_xor", data, mask, line); \
+  } \
+  template <lily::Exchanged T> \
+  LILY_RT_INLINE T group##_shuffle_rotate_up(T data, ushort delta, int line = __builtin_LINE()) { \
+    return lily::rotate<W>(#group "_shuffle_rotate_up", data, -int(delta), line); \
+  } \
+  template <lily::Exchanged T> \
+  LILY_RT_INLINE T group##_shuffle_rotate_down(T data, ushort delta, int line = __builtin_LINE()) { \
+    return lily::rotate<W>(#group "_shuffle_rotate_down", data, delta, line); \
+  } \
+  template <lily::Exchanged T> \
+  LILY_RT_INLINE T group##_shuffle_and_fill_up( \
+      T data, \
+      __remove_cv(T) filling, \
+      ushort delta, \
+      ushort modulo = W, \
+      int line = __builtin_LINE()) { \
+    return lily::fill_up(#group "_shuffle_and_fill_up", data, filling, delta, modulo, line); \
+  } \
+  template <lily::Exchanged T> \
+  LILY_RT_INLINE T group##_shuffle_and_fill_down( \
+      T data, \
+      __remove_cv(T) filling, \
+      ushort delta, \
+      ushort modulo = W, \
+      int line = __builtin_LINE()) { \
+    return lily::fill_down(#group "_shuffle_and_fill_down", data, filling, delta, modulo, line); \
+  } \
+  LILY_RT_INLINE group##_vote group##_ballot(bool mine, int line = __builtin_LINE()) { \
+    uint active = 0; \
+    uint votes = lily::active_lanes(#group "_ballot", mine, line, active); \
+    return group##_vote((votes >> lily::position<W>().base) & (0xffffffffu >> (32 - W))); \
+  } \
+  LILY_RT_INLINE group##_vote group##_active_threads_mask(int line = __builtin_LINE()) { \
+    uint active = 0; \
+    lily::active_lanes(#group "_active_threads_mask", true, line, active); \
+    return group##_vote((active >> lily::position<W>().base) & (0xffffffffu >> (32 - W))); \
+  } \
+  LILY_RT_INLINE bool group##_all(bool mine, int line = __builtin_LINE()) { \
+    uint active = 0; \
+    uint misses = lily::active_lanes(#group "_all", !mine, line, active); \
+    return ((misses >> lily::position<W>().base) & (0xffffffffu >> (32 - W))) == 0; \
+  } \
+  LILY_RT_INLINE bool group##_any(bool mine, int line = __builtin_LINE()) { \
+    uint active = 0; \
+    uint hits = lily::active_lanes(#group "_any", mine, line, active); \
+    return ((hits >> lily::position<W>().base) & (0xffffffffu >> (32 - W))) != 0; \
+  } \
+  LILY_RT_INLINE bool group##_is_first(int line = __builtin_LINE()) { \
+    uint active = 0; \
+    lily::active_lanes(#group "_is_first", true, line, active); \
+    lily::position<W> p; \
+    return p.at == __builtin_ctz((active >> p.base) & (0xffffffffu >> (32 - W))); \
+  } \
+  template <lily::Exchanged T> \
+  LILY_RT_INLINE T group##_broadcast_first(T data, int line = __builtin_LINE()) { \
+    uint active = 0; \
+    const T* all = lily::rt::simd_gather(#group "_broadcast_first", line, data, active); \
+    int base = lily::position<W>().base; \
+    return all[base + __builtin_ctz((active >> base) & (0xffffffffu >> (32 - W)))]; \
+  } \
+  LILY_RT_INLINE bool group##_is_helper_thread() { \
+    return false; \
   }
 LILY_GROUP(simd, 32)
 LILY_GROUP(quad, 4)
@@ -419,20 +433,20 @@ LILY_RT_INLINE T __metal_get_simdgroup_index_in_threadgroup(T) {
 LILY_RT_INLINE float __metal_simd_xor(float x, int line = __builtin_LINE()) {
   return as_type<float>(metal::simd_xor(as_type<uint>(x), line));
 }
-#define LILY_BUILTIN_1(name)                                       \
-  template <typename T>                                            \
-  LILY_RT_INLINE auto __metal_##name(T x, int line = __builtin_LINE()) {   \
-    return metal::name(x, line);                                   \
+#define LILY_BUILTIN_1(name) \
+  template <typename T> \
+  LILY_RT_INLINE auto __metal_##name(T x, int line = __builtin_LINE()) { \
+    return metal::name(x, line); \
   }
-#define LILY_BUILTIN_2(name)                                                \
-  template <typename T>                                                     \
-  LILY_RT_INLINE T __metal_##name(T x, ushort by, int line = __builtin_LINE()) {    \
-    return metal::name(x, by, line);                                        \
+#define LILY_BUILTIN_2(name) \
+  template <typename T> \
+  LILY_RT_INLINE T __metal_##name(T x, ushort by, int line = __builtin_LINE()) { \
+    return metal::name(x, by, line); \
   }
-#define LILY_BUILTIN_4(name)                                                                            \
-  template <typename T>                                                                                 \
-  LILY_RT_INLINE T __metal_##name(T x, T filling, ushort by, ushort modulo, int line = __builtin_LINE()) {      \
-    return metal::name(x, filling, by, modulo, line);                                                   \
+#define LILY_BUILTIN_4(name) \
+  template <typename T> \
+  LILY_RT_INLINE T __metal_##name(T x, T filling, ushort by, ushort modulo, int line = __builtin_LINE()) { \
+    return metal::name(x, filling, by, modulo, line); \
   }
 LILY_BUILTIN_1(simd_sum)
 LILY_BUILTIN_1(simd_product)

@@ -6,7 +6,8 @@
 
 namespace lily {
 
-// Where Apple's GPUs keep element (row, column): lane bits 4, 2, 1 are the row, bits 3 and 0 the pair of columns.
+// Where Apple's GPUs keep element (row, column): lane bits 4, 2, 1 are the row, bits 3 and 0 the pair of
+// columns.
 struct matrix_place {
   int row, column;
   explicit constexpr matrix_place(uint lane)
@@ -86,7 +87,8 @@ LILY_RT_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> from, P* target, u
 
 namespace lily {
 
-// d = a b + c of 8 x 8 matrices, in float, over k ascending with fused multiply-adds; rounded once at the end.
+// d = a b + c of 8 x 8 matrices, in float, over k ascending with fused multiply-adds; rounded once at the
+// end.
 struct matrix_operands {
   float a[2], b[2], c[2];
 };
@@ -134,8 +136,11 @@ void matrix_product(rt::Op name, D& d, A& a, B& b, C c, int line) {
 namespace metal {
 
 template <typename D, typename A, typename B>
-LILY_RT_INLINE void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b,
-                               int line = __builtin_LINE()) {
+LILY_RT_INLINE void simdgroup_multiply(
+    simdgroup_matrix<D, 8, 8>& d,
+    simdgroup_matrix<A, 8, 8> a,
+    simdgroup_matrix<B, 8, 8> b,
+    int line = __builtin_LINE()) {
   lily::matrix_product("simdgroup_multiply", d, a, b, vec<float, 2>(0.0f), line);
 }
 template <typename D, typename A, typename B, typename C>

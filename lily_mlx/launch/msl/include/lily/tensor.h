@@ -1,8 +1,8 @@
 // Metal 4 tensors, cooperative tensors and matmul2d.
 //
-// A cooperative tensor is cut into 16 x 16 fragments, numbered row by row of the stored matrix; a lane holds eight
-// elements of each, in the layout that MLX's kernels assume (BaseNAXFrag). Products run in float (int for integers)
-// over ascending k.
+// A cooperative tensor is cut into 16 x 16 fragments, numbered row by row of the stored matrix; a lane holds
+// eight elements of each, in the layout that MLX's kernels assume (BaseNAXFrag). Products run in float (int
+// for integers) over ascending k.
 #pragma once
 #pragma clang system_header
 
@@ -45,8 +45,8 @@ struct tensor_inline {};
 struct tensor_handle {};
 struct tensor_offset {};
 
-// Element (i, j, ...) is at i * strides[0] + j * strides[1] + ...; the first index runs fastest. T carries the address
-// space of the elements.
+// Element (i, j, ...) is at i * strides[0] + j * strides[1] + ...; the first index runs fastest. T carries
+// the address space of the elements.
 template <typename T, typename Extents, typename Kind = tensor_handle>
 struct tensor {
   using element_type = T;
@@ -150,7 +150,8 @@ namespace lily {
 struct fragment_place {
   int row, column;
   constexpr fragment_place(uint lane, int i)
-      : row(int((lane >> 2 & 4) | (lane >> 1 & 3)) + (i >> 2) * 8), column(int((lane >> 2 & 2) | (lane & 1)) * 4 + i % 4) {}
+      : row(int((lane >> 2 & 4) | (lane >> 1 & 3)) + (i >> 2) * 8),
+        column(int((lane >> 2 & 2) | (lane & 1)) * 4 + i % 4) {}
 };
 
 constexpr int fragments(int extent) {
@@ -203,8 +204,8 @@ struct cooperative_tensor {
     for (int i = 0; i < capacity; ++i) {
       auto at = place(i);
       int row = at.row + row0, column = at.column + column0;
-      bool inside = at.row < Rows && at.column < Columns && row < from.get_extent(1) && column < from.get_extent(0);
-      elements[i] = inside ? cast<T>(from.get(column, row)) : T(0);
+      bool inside = row < from.get_extent(1) && column < from.get_extent(0);
+      elements[i] = inside && is_valid_element(i) ? cast<T>(from.get(column, row)) : T(0);
     }
   }
   template <typename Tensor>
@@ -212,7 +213,7 @@ struct cooperative_tensor {
     for (int i = 0; i < capacity; ++i) {
       auto at = place(i);
       int row = at.row + row0, column = at.column + column0;
-      if (at.row < Rows && at.column < Columns && row < to.get_extent(1) && column < to.get_extent(0)) {
+      if (is_valid_element(i) && row < to.get_extent(1) && column < to.get_extent(0)) {
         to.get(column, row) = cast<typename Tensor::value_type>(elements[i]);
       }
     }
@@ -244,9 +245,10 @@ void multiply_block(block_operands<Acc>* lanes, rt::u32) {
     for (int i = 0; i < 8; ++i) {
       fragment_place at(lane, i);
       (transpose_a ? a[at.column][at.row] : a[at.row][at.column]) = lanes[lane].a[i];
-      for (int half = 0; half < 2; ++half) {
-        (transpose_b ? b[at.column][half * 16 + at.row] : b[at.row][half * 16 + at.column]) = lanes[lane].b[half * 8 + i];
-        c[at.row][half * 16 + at.column] = lanes[lane].c[half * 8 + i];
+      for (int side = 0; side < 2; ++side) {
+        Acc& to = transpose_b ? b[at.column][side * 16 + at.row] : b[at.row][side * 16 + at.column];
+        to = lanes[lane].b[side * 8 + i];
+        c[at.row][side * 16 + at.column] = lanes[lane].c[side * 8 + i];
       }
     }
   }
@@ -285,10 +287,21 @@ struct matmul2d_descriptor {
   int m, n, k;
   bool transpose_left, transpose_right, relaxed_precision;
   mode matmul_mode;
-  constexpr matmul2d_descriptor(int m, int n, int k = 0, bool transpose_left = false, bool transpose_right = false,
-                                bool relaxed_precision = false, mode matmul_mode = mode::multiply)
-      : m(m), n(n), k(k), transpose_left(transpose_left), transpose_right(transpose_right),
-        relaxed_precision(relaxed_precision), matmul_mode(matmul_mode) {}
+  constexpr matmul2d_descriptor(
+      int m,
+      int n,
+      int k = 0,
+      bool transpose_left = false,
+      bool transpose_right = false,
+      bool relaxed_precision = false,
+      mode matmul_mode = mode::multiply)
+      : m(m),
+        n(n),
+        k(k),
+        transpose_left(transpose_left),
+        transpose_right(transpose_right),
+        relaxed_precision(relaxed_precision),
+        matmul_mode(matmul_mode) {}
 };
 
 // Several simdgroups share a product by rows if those divide into whole fragments, else by columns.
@@ -403,7 +416,10 @@ struct matmul2d {
           for (int i = 0; i < 8; ++i) {
             mine.a[i] = Acc(a.elements[(TA ? k * MF + m : m * KF + k) * 8 + i]);
           }
-          halves([&](int i, int at) { mine.b[i] = Acc(b.elements[(TB ? at * KF + k : k * NF + at) * 8 + i % 8]); });
+          halves([&](int i, int at) {
+            int fragment = TB ? at * KF + k : k * NF + at;
+            mine.b[i] = Acc(b.elements[fragment * 8 + i % 8]);
+          });
           mine = lily::rt::simd_combine("matmul2d", line, mine, lily::multiply_block<TA, TB, Acc>);
         }
         halves([&](int i, int at) {

@@ -1,9 +1,9 @@
 // vec<T, N>, packed_vec<T, N> and the small matrices.
 //
-// Vectors are classes, not the compiler's ext_vector types: constructors, conversions, bool vectors and element
-// references then behave as Metal's. Operators are non-template friends, so that an unconstrained operator template
-// in a source (MLX has one for its tiles) never wins against them. The rewriter turns a swizzle that is read into
-// lily_get and one that is assigned into lily_set, both below.
+// Vectors are classes, not the compiler's ext_vector types: constructors, conversions, bool vectors and
+// element references then behave as Metal's. Operators are non-template friends, so that an unconstrained
+// operator template in a source (MLX has one for its tiles) never wins against them. The rewriter turns a
+// swizzle that is read into lily_get and one that is assigned into lily_set, both below.
 #pragma once
 #pragma clang system_header
 
@@ -151,9 +151,9 @@ struct swizzle {
     int i = 0;
     ((v[I] = from.v[i++]), ...);
   }
-#define LILY_COMPOUND(op)                              \
+#define LILY_COMPOUND(op) \
   constexpr void operator op##=(value_type by) const { \
-    *this = value_type(*this) op by;                   \
+    *this = value_type(*this) op by; \
   }
   LILY_COMPOUND(+)
   LILY_COMPOUND(-)
@@ -172,172 +172,172 @@ struct swizzle {
 
 // Members shared by vec and packed_vec. With address spaces `this` is deduced, which takes C++23.
 #ifdef LILY_STRICT
-#define LILY_VECTOR_ACCESS(self_t)                                              \
-  template <typename Self>                                                      \
-  constexpr auto& operator[](this Self& self, size_t i) {                       \
-    return self.v[i];                                                           \
-  }                                                                             \
-  template <typename Self, int... I>                                            \
-  constexpr auto lily_get(this const Self& self, lily::lanes<I...>) {           \
-    return metal::vec<T, int(sizeof...(I))>(self.v[I]...);                      \
-  }                                                                             \
-  template <typename Self, int... I>                                            \
-  constexpr auto lily_set(this Self& self, lily::lanes<I...>) {                 \
+#define LILY_VECTOR_ACCESS(self_t) \
+  template <typename Self> \
+  constexpr auto& operator[](this Self& self, size_t i) { \
+    return self.v[i]; \
+  } \
+  template <typename Self, int... I> \
+  constexpr auto lily_get(this const Self& self, lily::lanes<I...>) { \
+    return metal::vec<T, int(sizeof...(I))>(self.v[I]...); \
+  } \
+  template <typename Self, int... I> \
+  constexpr auto lily_set(this Self& self, lily::lanes<I...>) { \
     return lily::swizzle<__remove_reference_t(decltype((self.v[0]))), I...>{&self.v[0]}; \
-  }                                                                             \
+  } \
   LILY_CLASS(self_t)
-#define LILY_VECTOR_COMPOUND(self_t, op)                        \
-  template <typename Self>                                      \
-  constexpr Self& operator op##=(this Self& self, self_t b) {   \
-    for (int i = 0; i < N; ++i) {                               \
-      self.v[i] = T(self.v[i] op b.v[i]);                       \
-    }                                                           \
-    return self;                                                \
+#define LILY_VECTOR_COMPOUND(self_t, op) \
+  template <typename Self> \
+  constexpr Self& operator op##=(this Self& self, self_t b) { \
+    for (int i = 0; i < N; ++i) { \
+      self.v[i] = T(self.v[i] op b.v[i]); \
+    } \
+    return self; \
   }
 #else
-#define LILY_VECTOR_ACCESS(self_t)                                  \
-  constexpr T& operator[](size_t i) {                               \
-    return this->v[i];                                              \
-  }                                                                 \
-  constexpr const T& operator[](size_t i) const {                   \
-    return this->v[i];                                              \
-  }                                                                 \
-  template <int... I>                                               \
-  constexpr auto lily_get(lily::lanes<I...>) const {                \
-    return metal::vec<T, int(sizeof...(I))>(this->v[I]...);         \
-  }                                                                 \
-  template <int... I>                                               \
-  constexpr auto lily_set(lily::lanes<I...>) {                      \
-    return lily::swizzle<T, I...>{this->v};                         \
+#define LILY_VECTOR_ACCESS(self_t) \
+  constexpr T& operator[](size_t i) { \
+    return this->v[i]; \
+  } \
+  constexpr const T& operator[](size_t i) const { \
+    return this->v[i]; \
+  } \
+  template <int... I> \
+  constexpr auto lily_get(lily::lanes<I...>) const { \
+    return metal::vec<T, int(sizeof...(I))>(this->v[I]...); \
+  } \
+  template <int... I> \
+  constexpr auto lily_set(lily::lanes<I...>) { \
+    return lily::swizzle<T, I...>{this->v}; \
   }
-#define LILY_VECTOR_COMPOUND(self_t, op)             \
-  constexpr self_t& operator op##=(self_t b) {       \
-    for (int i = 0; i < N; ++i) {                    \
-      this->v[i] = T(this->v[i] op b.v[i]);          \
-    }                                                \
-    return *this;                                    \
+#define LILY_VECTOR_COMPOUND(self_t, op) \
+  constexpr self_t& operator op##=(self_t b) { \
+    for (int i = 0; i < N; ++i) { \
+      this->v[i] = T(this->v[i] op b.v[i]); \
+    } \
+    return *this; \
   }
 #endif
 
-#define LILY_VECTOR_ARITHMETIC(self_t, op)                 \
+#define LILY_VECTOR_ARITHMETIC(self_t, op) \
   friend constexpr vec<T, N> operator op(self_t a, self_t b) { \
-    vec<T, N> c{};                                         \
-    for (int i = 0; i < N; ++i) {                          \
-      c.v[i] = T(a.v[i] op b.v[i]);                        \
-    }                                                      \
-    return c;                                              \
-  }                                                        \
-  friend constexpr vec<T, N> operator op(self_t a, T b) {  \
-    return a op self_t(b);                                 \
-  }                                                        \
-  friend constexpr vec<T, N> operator op(T a, self_t b) {  \
-    return self_t(a) op b;                                 \
-  }                                                        \
+    vec<T, N> c{}; \
+    for (int i = 0; i < N; ++i) { \
+      c.v[i] = T(a.v[i] op b.v[i]); \
+    } \
+    return c; \
+  } \
+  friend constexpr vec<T, N> operator op(self_t a, T b) { \
+    return a op self_t(b); \
+  } \
+  friend constexpr vec<T, N> operator op(T a, self_t b) { \
+    return self_t(a) op b; \
+  } \
   LILY_VECTOR_COMPOUND(self_t, op)
-#define LILY_VECTOR_PREDICATE(self_t, op)                         \
+#define LILY_VECTOR_PREDICATE(self_t, op) \
   friend constexpr vec<bool, N> operator op(self_t a, self_t b) { \
-    vec<bool, N> c{};                                             \
-    for (int i = 0; i < N; ++i) {                                 \
-      c.v[i] = a.v[i] op b.v[i];                                  \
-    }                                                             \
-    return c;                                                     \
-  }                                                               \
-  friend constexpr vec<bool, N> operator op(self_t a, T b) {      \
-    return a op self_t(b);                                        \
-  }                                                               \
-  friend constexpr vec<bool, N> operator op(T a, self_t b) {      \
-    return self_t(a) op b;                                        \
+    vec<bool, N> c{}; \
+    for (int i = 0; i < N; ++i) { \
+      c.v[i] = a.v[i] op b.v[i]; \
+    } \
+    return c; \
+  } \
+  friend constexpr vec<bool, N> operator op(self_t a, T b) { \
+    return a op self_t(b); \
+  } \
+  friend constexpr vec<bool, N> operator op(T a, self_t b) { \
+    return self_t(a) op b; \
   }
-#define LILY_PACKED_MIXED(op)                                          \
-  friend constexpr auto operator op(packed_vec a, vec<T, N> b) {       \
-    return vec<T, N>(a) op b;                                          \
-  }                                                                    \
-  friend constexpr auto operator op(vec<T, N> a, packed_vec b) {       \
-    return a op vec<T, N>(b);                                          \
+#define LILY_PACKED_MIXED(op) \
+  friend constexpr auto operator op(packed_vec a, vec<T, N> b) { \
+    return vec<T, N>(a) op b; \
+  } \
+  friend constexpr auto operator op(vec<T, N> a, packed_vec b) { \
+    return a op vec<T, N>(b); \
   }
-#define LILY_VECTOR_OPERATORS(self_t)                \
-  LILY_VECTOR_ARITHMETIC(self_t, +)                  \
-  LILY_VECTOR_ARITHMETIC(self_t, -)                  \
-  LILY_VECTOR_ARITHMETIC(self_t, *)                  \
-  LILY_VECTOR_ARITHMETIC(self_t, /)                  \
-  LILY_VECTOR_ARITHMETIC(self_t, %)                  \
-  LILY_VECTOR_ARITHMETIC(self_t, &)                  \
-  LILY_VECTOR_ARITHMETIC(self_t, |)                  \
-  LILY_VECTOR_ARITHMETIC(self_t, ^)                  \
-  LILY_VECTOR_ARITHMETIC(self_t, <<)                 \
-  LILY_VECTOR_ARITHMETIC(self_t, >>)                 \
-  LILY_VECTOR_PREDICATE(self_t, ==)                  \
-  LILY_VECTOR_PREDICATE(self_t, !=)                  \
-  LILY_VECTOR_PREDICATE(self_t, <)                   \
-  LILY_VECTOR_PREDICATE(self_t, <=)                  \
-  LILY_VECTOR_PREDICATE(self_t, >)                   \
-  LILY_VECTOR_PREDICATE(self_t, >=)                  \
-  LILY_VECTOR_PREDICATE(self_t, &&)                  \
-  LILY_VECTOR_PREDICATE(self_t, ||)                  \
-  friend constexpr vec<T, N> operator-(self_t a) {   \
-    vec<T, N> c{};                                   \
-    for (int i = 0; i < N; ++i) {                    \
-      c.v[i] = T(-a.v[i]);                           \
-    }                                                \
-    return c;                                        \
-  }                                                  \
-  friend constexpr vec<T, N> operator+(self_t a) {   \
-    return a;                                        \
-  }                                                  \
-  friend constexpr vec<T, N> operator~(self_t a) {   \
-    vec<T, N> c{};                                   \
-    for (int i = 0; i < N; ++i) {                    \
-      c.v[i] = T(~a.v[i]);                           \
-    }                                                \
-    return c;                                        \
-  }                                                  \
+#define LILY_VECTOR_OPERATORS(self_t) \
+  LILY_VECTOR_ARITHMETIC(self_t, +) \
+  LILY_VECTOR_ARITHMETIC(self_t, -) \
+  LILY_VECTOR_ARITHMETIC(self_t, *) \
+  LILY_VECTOR_ARITHMETIC(self_t, /) \
+  LILY_VECTOR_ARITHMETIC(self_t, %) \
+  LILY_VECTOR_ARITHMETIC(self_t, &) \
+  LILY_VECTOR_ARITHMETIC(self_t, |) \
+  LILY_VECTOR_ARITHMETIC(self_t, ^) \
+  LILY_VECTOR_ARITHMETIC(self_t, <<) \
+  LILY_VECTOR_ARITHMETIC(self_t, >>) \
+  LILY_VECTOR_PREDICATE(self_t, ==) \
+  LILY_VECTOR_PREDICATE(self_t, !=) \
+  LILY_VECTOR_PREDICATE(self_t, <) \
+  LILY_VECTOR_PREDICATE(self_t, <=) \
+  LILY_VECTOR_PREDICATE(self_t, >) \
+  LILY_VECTOR_PREDICATE(self_t, >=) \
+  LILY_VECTOR_PREDICATE(self_t, &&) \
+  LILY_VECTOR_PREDICATE(self_t, ||) \
+  friend constexpr vec<T, N> operator-(self_t a) { \
+    vec<T, N> c{}; \
+    for (int i = 0; i < N; ++i) { \
+      c.v[i] = T(-a.v[i]); \
+    } \
+    return c; \
+  } \
+  friend constexpr vec<T, N> operator+(self_t a) { \
+    return a; \
+  } \
+  friend constexpr vec<T, N> operator~(self_t a) { \
+    vec<T, N> c{}; \
+    for (int i = 0; i < N; ++i) { \
+      c.v[i] = T(~a.v[i]); \
+    } \
+    return c; \
+  } \
   friend constexpr vec<bool, N> operator!(self_t a) { \
-    vec<bool, N> c{};                                \
-    for (int i = 0; i < N; ++i) {                    \
-      c.v[i] = !a.v[i];                              \
-    }                                                \
-    return c;                                        \
-  }                                                  \
-  friend constexpr self_t& operator++(self_t& a) {   \
-    return a += self_t(T(1));                        \
-  }                                                  \
-  friend constexpr self_t& operator--(self_t& a) {   \
-    return a -= self_t(T(1));                        \
-  }                                                  \
+    vec<bool, N> c{}; \
+    for (int i = 0; i < N; ++i) { \
+      c.v[i] = !a.v[i]; \
+    } \
+    return c; \
+  } \
+  friend constexpr self_t& operator++(self_t& a) { \
+    return a += self_t(T(1)); \
+  } \
+  friend constexpr self_t& operator--(self_t& a) { \
+    return a -= self_t(T(1)); \
+  } \
   friend constexpr self_t operator++(self_t& a, int) { \
-    self_t old = a;                                  \
-    a += self_t(T(1));                               \
-    return old;                                      \
-  }                                                  \
+    self_t old = a; \
+    a += self_t(T(1)); \
+    return old; \
+  } \
   friend constexpr self_t operator--(self_t& a, int) { \
-    self_t old = a;                                  \
-    a -= self_t(T(1));                               \
-    return old;                                      \
+    self_t old = a; \
+    a -= self_t(T(1)); \
+    return old; \
   }
-#define LILY_VECTOR_CONSTRUCTORS(self_t)                                               \
-  constexpr self_t() = default;                                                        \
-  template <typename U>                                                                \
-    requires(lily::is_scalar<U>)                                                       \
-  constexpr self_t(U x) {                                                              \
-    for (int i = 0; i < N; ++i) {                                                      \
-      this->v[i] = lily::cast<T>(x);                                                   \
-    }                                                                                  \
-  }                                                                                    \
-  template <typename... A>                                                             \
-    requires(sizeof...(A) > 1 && (0 + ... + lily::width<A>) == N)                      \
-  constexpr self_t(A... parts) {                                                       \
-    int i = 0;                                                                         \
-    (append(i, parts), ...);                                                           \
-  }                                                                                    \
-  template <typename A>                                                                \
-  constexpr void append(int& at, const A& part) {                                      \
-    if constexpr (lily::Vector<A>) {                                                   \
-      for (int i = 0; i < lily::size_of<A>; ++i) {                                     \
-        this->v[at++] = lily::cast<T>(part.v[i]);                                      \
-      }                                                                                \
-    } else {                                                                           \
-      this->v[at++] = lily::cast<T>(part);                                             \
-    }                                                                                  \
+#define LILY_VECTOR_CONSTRUCTORS(self_t) \
+  constexpr self_t() = default; \
+  template <typename U> \
+    requires(lily::is_scalar<U>) \
+  constexpr self_t(U x) { \
+    for (int i = 0; i < N; ++i) { \
+      this->v[i] = lily::cast<T>(x); \
+    } \
+  } \
+  template <typename... A> \
+    requires(sizeof...(A) > 1 && (0 + ... + lily::width<A>) == N) \
+  constexpr self_t(A... parts) { \
+    int i = 0; \
+    (append(i, parts), ...); \
+  } \
+  template <typename A> \
+  constexpr void append(int& at, const A& part) { \
+    if constexpr (lily::Vector<A>) { \
+      for (int i = 0; i < lily::size_of<A>; ++i) { \
+        this->v[at++] = lily::cast<T>(part.v[i]); \
+      } \
+    } else { \
+      this->v[at++] = lily::cast<T>(part); \
+    } \
   }
 
 namespace metal {
@@ -415,20 +415,20 @@ struct packed_vec : lily::packed_storage<T, N> {
 #undef LILY_VECTOR_OPERATORS
 #undef LILY_VECTOR_CONSTRUCTORS
 
-#define LILY_VECTOR_NAMES(T)                 \
-  typedef metal::vec<T, 2> T##2;             \
-  typedef metal::vec<T, 3> T##3;             \
-  typedef metal::vec<T, 4> T##4;             \
+#define LILY_VECTOR_NAMES(T) \
+  typedef metal::vec<T, 2> T##2; \
+  typedef metal::vec<T, 3> T##3; \
+  typedef metal::vec<T, 4> T##4; \
   typedef metal::packed_vec<T, 2> packed_##T##2; \
   typedef metal::packed_vec<T, 3> packed_##T##3; \
   typedef metal::packed_vec<T, 4> packed_##T##4; \
-  namespace metal {                          \
-  using ::T##2;                              \
-  using ::T##3;                              \
-  using ::T##4;                              \
-  using ::packed_##T##2;                     \
-  using ::packed_##T##3;                     \
-  using ::packed_##T##4;                     \
+  namespace metal { \
+  using ::T##2; \
+  using ::T##3; \
+  using ::T##4; \
+  using ::packed_##T##2; \
+  using ::packed_##T##3; \
+  using ::packed_##T##4; \
   }
 LILY_VECTOR_NAMES(bool)
 LILY_VECTOR_NAMES(char)
