@@ -1,0 +1,307 @@
+"""Decode attention: one token's query heads over the KV cache, times the sigmoid of the output gate.
+
+    out = softmax(q K^T / sqrt(D)) V * sigmoid(gate)    over the rows 0 .. position[0]
+
+| array | shape | dtype |
+| --- | --- | --- |
+| q | [1, Hq, 1, D], normalised and rotated | float32, or as keys |
+| keys, values | [1, Hk, capacity, D], this token's row included | bfloat16, float16 or float32 |
+| projected | any; the gate of head h is D elements from ``offset + (2 h + 1) D`` | as keys |
+| position | [8]; ``position[0]`` is the token's position: the rows up to it exist | int32 |
+| out (result) | [1, 1, Hq D] | as keys |
+
+Query head h reads KV head h // (Hq // Hk). Rows past ``position[0]`` are not read. ``projected`` and
+``offset`` are those of ``qk_prepare``, which leaves the gate in the projection's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+
+from ..launch import backend as backends
+from ..launch.kernel import Buffer, Kernel, TemplateValue, Variant, declare, launch
+from ..tiles import choose
+from .attention_combine import attention_combine
+
+ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+MAX_HEAD_SIZE = 256
+MAX_ELEMENTS_PER_LANE = 64  # of the sums, of keys and of values: what registers hold
+
+
+def layout(D: int, group: int, tile: Mapping[str, int]) -> dict[str, int]:
+    """The tile fitted to a head size and a group: HEADS, PARTS, SETS, LANES and ROWS of the kernel.
+
+    Args:
+        D: head size.
+        group: query heads of a KV head.
+        tile: the wish: ``heads`` a simdgroup, ``parts`` of a group in a threadgroup, ``simdgroups`` of it,
+            ``lanes`` that share a row, and ``rows`` that a lane has at once.
+    """
+    unit = 8 if D % 64 == 0 else 4
+    lanes = tile["lanes"]
+    while D % (lanes * unit):
+        lanes //= 2
+    heads = tile["heads"]
+    while group % heads or heads > lanes or heads * D // lanes > MAX_ELEMENTS_PER_LANE:
+        heads //= 2
+    rows = tile["rows"]
+    while rows * heads > lanes or rows * D // lanes > MAX_ELEMENTS_PER_LANE:
+        rows //= 2
+    parts = tile["parts"]
+    while group % (heads * parts):
+        parts -= 1
+    sets = max(1, tile["simdgroups"] // parts)
+    return {"HEADS": heads, "PARTS": parts, "SETS": sets, "LANES": lanes, "ROWS": rows}
+
+
+def blocks(capacity: int, Hk: int, group: int, D: int, tile: Mapping[str, int]) -> int:
+    """Blocks of rows that each query head is split over.
+
+    ``block_rows`` of the tile above zero is the fixed-block layout. At zero it is the general one: as many
+    blocks as make ``threadgroups`` threadgroups of all heads, but none without work for each simdgroup.
+    """
+    if tile["block_rows"]:
+        return -(-capacity // tile["block_rows"])
+    fitted = layout(D, group, tile)
+    per_block = Hk * group // (fitted["HEADS"] * fitted["PARTS"])
+    most = -(-capacity // (fitted["SETS"] * fitted["ROWS"] * 32 // fitted["LANES"]))
+    return max(1, min(tile["threadgroups"] // per_block, most))
+
+
+def _template(
+    q_dtype: mx.Dtype,
+    dtype: mx.Dtype,
+    Hk: int,
+    group: int,
+    D: int,
+    offset: int,
+    final: bool,
+    tile: Mapping[str, int],
+) -> dict[str, TemplateValue]:
+    return {
+        "QT": q_dtype,
+        "KvT": dtype,
+        "OutT": dtype if final else mx.float32,
+        "Hk": Hk,
+        "GROUP": group,
+        "D": D,
+        **layout(D, group, tile),
+        "BLOCK_ROWS": tile["block_rows"],
+        # Only the last pass reads the gate; without it, layers with other offsets share the compiled kernel.
+        "GATE_OFFSET": offset + D if final else 0,
+        "GATE_STRIDE": 2 * D if final else 0,
+        "Q_IN_REGISTERS": bool(tile["q_in_registers"]),
+        "FINAL": final,
+    }
+
+
+def _threads(
+    Hk: int, group: int, count: int, fitted: Mapping[str, int]
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Grid and threadgroup: x the simdgroups of each part of each KV head, y the blocks."""
+    threads = 32 * fitted["PARTS"] * fitted["SETS"]
+    return (threads * Hk * group // (fitted["HEADS"] * fitted["PARTS"]), count, 1), (threads, 1, 1)
+
+
+def _threadgroup_bytes(values: Mapping[str, Any]) -> int:
+    D, heads, simdgroups = values["D"], values["HEADS"], values["PARTS"] * values["SETS"]
+    fit = 4096 // (simdgroups * D)
+    merge_heads = heads if fit >= heads else 4 if fit >= 4 else 2 if fit >= 2 else 1
+    q, weights, stats = values["PARTS"] * heads * D, simdgroups * 32, simdgroups * heads * 2
+    return 4 * (q + weights + stats + simdgroups * merge_heads * D)
+
+
+_TILE = {
+    "heads": 8,
+    "parts": 1,
+    "simdgroups": 8,
+    "lanes": 32,
+    "rows": 4,
+    "block_rows": 0,
+    "threadgroups": 132,
+    "q_in_registers": 0,
+}
+
+
+def _variant(
+    q_dtype: mx.Dtype, dtype: mx.Dtype, Hk: int, group: int, D: int, capacity: int, **changes: int
+) -> Variant:
+    tile = {**_TILE, **changes}
+    count = blocks(capacity, Hk, group, D, tile)
+    template = _template(q_dtype, dtype, Hk, group, D, 0, count == 1, tile)
+    grid, threadgroup = _threads(Hk, group, count, layout(D, group, tile))
+    return Variant(template, {"Hq": Hk * group, "capacity": capacity, "BLOCKS": count}, grid, threadgroup)
+
+
+KERNEL = declare(
+    Kernel(
+        stem="attention_decode",
+        inputs=(
+            Buffer("q", "1 Hq 1 D", "QT"),
+            Buffer("keys", "1 Hk capacity D", "KvT"),
+            Buffer("values", "1 Hk capacity D", "KvT"),
+            Buffer("projected", "*", "KvT"),
+            Buffer("position", "8", "int32"),
+            Buffer("sizes", "8", "int32"),
+        ),
+        outputs=(Buffer("out", "*", "OutT"), Buffer("stats", "BLOCKS Hq 2", "float32")),
+        template=(
+            "QT",
+            "KvT",
+            "OutT",
+            "Hk",
+            "GROUP",
+            "D",
+            "HEADS",
+            "PARTS",
+            "SETS",
+            "LANES",
+            "ROWS",
+            "BLOCK_ROWS",
+            "GATE_OFFSET",
+            "GATE_STRIDE",
+            "Q_IN_REGISTERS",
+            "FINAL",
+        ),
+        variants=(
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096, q_in_registers=1),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096, heads=4, parts=2, rows=4),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096, heads=4, parts=2, rows=8),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096, heads=4, rows=8, q_in_registers=1),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096, heads=4, lanes=16),
+            _variant(mx.float32, mx.float16, 2, 8, 256, 4096, block_rows=512),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 256, heads=1, rows=8, threadgroups=1),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 256, heads=2, simdgroups=16, threadgroups=1),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 128, 4096),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 64, 4096),
+            _variant(mx.float32, mx.float32, 2, 6, 96, 128),
+            _variant(mx.float16, mx.float16, 3, 5, 224, 128),
+        ),
+        threadgroup_bytes=_threadgroup_bytes,
+    )
+)
+
+
+def supports(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    projected: mx.array,
+    position: mx.array,
+    *,
+    offset: int = 0,
+    backend: str | None = None,
+) -> str | None:
+    """None if the kernel takes these arrays on the back-end (by default the one in use), else the reason."""
+    if (backend or backends.resolve()) == "ops":
+        return "no GPU back-end"
+    if q.ndim != 4 or q.shape[0] != 1 or q.shape[2] != 1:
+        return f"q has shape {q.shape}, not [1, Hq, 1, D]"
+    _, Hq, _, D = q.shape
+    if keys.ndim != 4 or keys.shape[0] != 1 or keys.shape[3] != D:
+        return f"keys has shape {keys.shape}, not [1, Hk, capacity, {D}]"
+    if values.shape != keys.shape:
+        return f"values has shape {values.shape}, keys {keys.shape}"
+    Hk, capacity = keys.shape[1:3]
+    if not 64 <= D <= MAX_HEAD_SIZE or D % 32:
+        return f"D={D} is not a multiple of 32 between 64 and {MAX_HEAD_SIZE}"
+    if min(Hk, capacity) < 1 or Hq % Hk:
+        return f"Hq={Hq} is not a multiple of Hk={Hk}, or capacity={capacity} is zero"
+    if keys.dtype not in ACTIVATION_DTYPES:
+        return f"keys is {keys.dtype}"
+    if values.dtype != keys.dtype or projected.dtype != keys.dtype:
+        return f"keys, values and projected differ in dtype: {keys.dtype}, {values.dtype}, {projected.dtype}"
+    if q.dtype not in (keys.dtype, mx.float32):
+        return f"q is {q.dtype}, keys is {keys.dtype}"
+    if not 0 <= offset <= projected.size - 2 * Hq * D:
+        return f"projected has {projected.size} elements; needs {2 * Hq * D} from {offset}"
+    if position.dtype != mx.int32 or position.shape != (8,):
+        return f"position is {position.dtype} {position.shape}, not int32 (8,)"
+    return None
+
+
+def attention_decode_reference(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    projected: mx.array,
+    position: mx.array,
+    *,
+    offset: int = 0,
+) -> mx.array:
+    """The same in plain MLX, in float32."""
+    _, Hq, _, D = q.shape
+    Hk, capacity = keys.shape[1:3]
+    exists = mx.arange(capacity) <= position[0]
+    grouped = q.astype(mx.float32).reshape(Hk, Hq // Hk, 1, D)
+    k, v = (mx.where(exists[:, None], x[0].astype(mx.float32), 0) for x in (keys, values))
+    heads = []
+    for h in range(Hq // Hk):  # sums, because a matrix product may be rounded to less than float32 on a GPU
+        scores = mx.where(exists, (grouped[:, h] * k).sum(-1) * D**-0.5, -mx.inf)
+        heads.append((mx.softmax(scores, axis=-1)[..., None] * v).sum(-2))
+    out = mx.stack(heads, axis=1).reshape(Hq, D)
+    gate = projected.reshape(-1)[offset : offset + 2 * Hq * D].reshape(Hq, 2, D)[:, 1]
+    return (out * mx.sigmoid(gate.astype(mx.float32))).reshape(1, 1, -1)
+
+
+@lru_cache(maxsize=256)
+def _sizes(capacity: int) -> mx.array:
+    return mx.array([capacity, 0, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
+
+
+def attention_decode(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    projected: mx.array,
+    position: mx.array,
+    *,
+    offset: int = 0,
+    tile: Mapping[str, int] | None = None,
+    combine_tile: Mapping[str, int] | None = None,
+    backend: str | None = None,
+) -> mx.array:
+    """Run the attention on the GPU (or the host back-end): one kernel, or two where rows are split.
+
+    Args:
+        q, keys, values, projected, position: see the module's table; :func:`supports` must answer None.
+        offset: element of ``projected`` where the first head's query starts, D before its gate.
+        tile: see :func:`layout` and :func:`blocks`; by default from the tile table.
+        combine_tile: of ``attention_combine``; by default from its table.
+        backend: ``metal``, ``cuda`` or ``host``; by default the one in use.
+
+    Returns:
+        [1, 1, Hq D], as ``keys``.
+
+    Raises:
+        ValueError: the arrays do not fit the kernel.
+    """
+    _, Hq, _, D = q.shape
+    Hk, capacity = keys.shape[1:3]
+    group = Hq // Hk
+    backend = backend or backends.resolve()
+    if tile is None:
+        chip = backends.chip(backend)
+        tile = choose("attention_decode", chip, capacity=capacity, Hk=Hk, group=group, D=D)
+    count = blocks(capacity, Hk, group, D, tile)
+    final = count == 1
+    template = _template(q.dtype, keys.dtype, Hk, group, D, offset, final, tile)
+    grid, threadgroup = _threads(Hk, group, count, layout(D, group, tile))
+    out, stats = launch(
+        KERNEL,
+        [q, keys, values, projected, position, _sizes(capacity)],
+        template=template,
+        grid=grid,
+        threadgroup=threadgroup,
+        output_shapes=[(1, 1, Hq * D) if final else (count, Hq, D), (count, Hq, 2)],
+        output_dtypes=[keys.dtype if final else mx.float32, mx.float32],
+        backend=backend,
+    )
+    if final:
+        return out
+    return attention_combine(out, stats, projected, offset=offset, tile=combine_tile, backend=backend)

@@ -1,0 +1,335 @@
+"""Decode attention against its fp32 reference and against MLX's own attention."""
+
+from __future__ import annotations
+
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from comparison import assert_close
+
+from lily_mlx.launch import backend as backends
+from lily_mlx.launch import host, source
+from lily_mlx.launch.kernel import host_options
+from lily_mlx.ops import attention_decode as op
+from lily_mlx.tiles import choose, table
+
+BACKENDS = [name for name in source.BACKENDS if backends.available(name)]
+
+
+def tile(heads=8, parts=1, simdgroups=2, lanes=32, rows=4, block_rows=0, threadgroups=8, q_in_registers=0):
+    return {
+        "heads": heads,
+        "parts": parts,
+        "simdgroups": simdgroups,
+        "lanes": lanes,
+        "rows": rows,
+        "block_rows": block_rows,
+        "threadgroups": threadgroups,
+        "q_in_registers": q_in_registers,
+    }
+
+
+TILES = {
+    "general": tile(),
+    "general, q in registers": tile(q_in_registers=1),
+    "single pass": tile(threadgroups=1),
+    "single pass, one head": tile(heads=1, rows=8, simdgroups=4, threadgroups=1),
+    "fixed blocks": tile(block_rows=16),
+    "fixed blocks, not whole tiles": tile(block_rows=13),
+    "two parts": tile(heads=4, parts=2, rows=8, simdgroups=4),
+    "four heads a threadgroup": tile(heads=4, lanes=16),
+    "one row": tile(heads=2, rows=1, simdgroups=3),
+}
+
+# Hq, Hk, D, capacity: unequal everywhere, so that a swapped axis cannot go unseen.
+SMALL = (16, 2, 64, 40)
+QWEN = (16, 2, 256, 48)
+
+
+def problem(shape, length, dtype=mx.float32, q_dtype=mx.float32, seed=0, spread=1.0) -> dict:
+    """Rows from ``length`` on are NaN."""
+    Hq, Hk, D, capacity = shape
+    rng = np.random.default_rng(seed)
+
+    def normal(*axes, scale=1.0):
+        return (rng.normal(size=axes) * scale).astype(np.float32)
+
+    keys, values = normal(1, Hk, capacity, D, scale=spread), normal(1, Hk, capacity, D)
+    keys[:, :, length:] = values[:, :, length:] = np.nan
+    return {
+        "q": mx.array(normal(1, Hq, 1, D, scale=2.0)).astype(q_dtype),
+        "keys": mx.array(keys).astype(dtype),
+        "values": mx.array(values).astype(dtype),
+        "projected": mx.array(normal(1, 1, 2 * Hq * D)).astype(dtype),
+        "position": mx.array([length - 1, *[2**30] * 7], dtype=mx.int32),
+    }
+
+
+def check(arguments: dict, backend: str, tile=None) -> mx.array:
+    assert op.supports(**arguments, backend=backend) is None
+    out = op.attention_decode(**arguments, tile=tile, backend=backend)
+    assert out.dtype == arguments["keys"].dtype
+    assert_close("out", out, op.attention_decode_reference(**arguments), 2e-5)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def checked_host():
+    """On the host every launch runs twice: outputs poisoned in two ways, buffers at both alignments."""
+    with host_options(check=True):
+        yield
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("length", [1, 33, 40])
+def test_every_layout(backend, name, length):
+    """One row, which leaves most blocks and simdgroups without any; a cache not full; a full one."""
+    check(problem(SMALL, length), backend, TILES[name])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("dtype", "q_dtype", "name"),
+    [
+        (mx.bfloat16, mx.float32, "general"),
+        (mx.bfloat16, mx.bfloat16, "fixed blocks"),
+        (mx.float16, mx.float32, "single pass"),
+        (mx.float16, mx.float16, "two parts"),
+        (mx.float32, mx.float32, "general"),
+    ],
+)
+def test_dtypes_at_the_real_heads(backend, dtype, q_dtype, name):
+    check(problem(QWEN, 37, dtype, q_dtype), backend, TILES[name])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("D", range(64, 257, 32))
+def test_head_sizes(backend, D):
+    check(problem((6, 3, D, 24), 21, mx.bfloat16), backend, TILES["general"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("Hq", "Hk", "why"),
+    [
+        (8, 1, "the tiny checkpoint"),
+        (4, 4, "no groups"),
+        (10, 2, "a group of five: one head at a time"),
+        (12, 1, "a group of twelve: four heads, three times"),
+        (6, 2, "a group of three"),
+        (32, 2, "a group of sixteen: eight heads, twice"),
+    ],
+)
+def test_groups(backend, Hq, Hk, why):
+    check(problem((Hq, Hk, 128, 24), 19, mx.bfloat16), backend, TILES["two parts"])
+
+
+LENGTHS = [1, 2, 3, 4, 5, 31, 32, 33, *random.Random(5).sample(range(1020, 1031), 3)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", ["general", "fixed blocks", "single pass"])
+def test_lengths(backend, length, name):
+    """Around a tile, a block, and a step of the cache, whose rows past the length are NaN."""
+    capacity = 48 if length < 48 else 1280
+    layout = {**TILES[name]}
+    if capacity > 48:  # fewer launches of fibers
+        layout["block_rows"] *= 16
+    with host_options(check=capacity == 48):
+        check(problem((2, 1, 64, capacity), length, mx.bfloat16), backend, layout)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("length", [4095, 4096, 4097])
+def test_long_lengths(backend, length):
+    with host_options(check=False):
+        for layout in (tile(simdgroups=4), tile(simdgroups=4, block_rows=512)):
+            check(problem((8, 1, 64, 4352), length, mx.bfloat16), backend, layout)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", TILES)
+def test_what_lies_past_the_length_does_not_matter(backend, name):
+    arguments = problem(SMALL, 21)
+    want = op.attention_decode(**arguments, tile=TILES[name], backend=backend)
+    exists = mx.arange(SMALL[3])[:, None] < 21
+    for row in (0.0, mx.inf):
+        for array in ("keys", "values"):
+            arguments[array] = mx.where(exists, arguments[array], row)
+        assert mx.array_equal(op.attention_decode(**arguments, tile=TILES[name], backend=backend), want)
+
+
+@pytest.mark.parametrize("name", ["general", "fixed blocks", "single pass"])
+def test_arrays_that_end_at_the_length(name):
+    """On the host they end at a page that cannot be touched: reading a row further is a fault."""
+    arguments = problem((8, 1, 64, 21), 21)
+    # No more blocks than there are without the rows past the length, so that both runs split the rows alike.
+    layout = {**TILES[name], "threadgroups": min(3, TILES[name]["threadgroups"])}
+    want = check(arguments, "host", layout)
+    for array in ("keys", "values"):
+        arguments[array] = mx.concatenate([arguments[array], mx.full((1, 1, 11, 64), mx.nan)], axis=2)
+    assert mx.array_equal(check(arguments, "host", layout), want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["general", "fixed blocks", "single pass"])
+@pytest.mark.parametrize("order", ["rising", "falling"])
+def test_scores_far_apart(backend, name, order):
+    """Scores of hundreds that rise with every row: the sums must be rescaled, and never overflow."""
+    arguments = problem((2, 1, 64, 40), 37)
+    ramp = mx.arange(40) if order == "rising" else mx.arange(40, 0, -1)
+    arguments["keys"] = mx.where(
+        mx.arange(40)[:, None] < 37, ramp[:, None] * mx.sign(arguments["q"][:, :1]), mx.nan
+    )
+    check(arguments, backend, TILES[name])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["general", "single pass"])
+def test_the_gate_inside_a_larger_buffer(backend, name):
+    Hq, _, D, _ = SMALL
+    arguments = problem(SMALL, 9, mx.bfloat16)
+    want = op.attention_decode(**arguments, tile=TILES[name], backend=backend)
+    gap = mx.full((1, 1, 24), mx.nan, mx.bfloat16)
+    queries = arguments["projected"].reshape(Hq, 2, D)
+    queries = mx.stack([mx.full((Hq, D), mx.nan, mx.bfloat16), queries[:, 1]], axis=1).reshape(1, 1, -1)
+    arguments |= {"projected": mx.concatenate([gap, queries, gap], axis=-1), "offset": 24}
+    assert mx.array_equal(op.attention_decode(**arguments, tile=TILES[name], backend=backend), want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("length", [5, 40])
+def test_the_same_as_mlx(backend, length):
+    """mx.fast.scaled_dot_product_attention and the gate as stock applies it, in fp32."""
+    Hq, _, D, _ = SMALL
+    arguments = problem(SMALL, length)
+    k, v = (arguments[name][:, :, :length] for name in ("keys", "values"))
+    attended = mx.fast.scaled_dot_product_attention(arguments["q"], k, v, scale=D**-0.5)
+    gate = mx.split(arguments["projected"].reshape(1, 1, Hq, 2 * D), 2, axis=-1)[1]
+    want = attended.transpose(0, 2, 1, 3).reshape(1, 1, -1) * mx.sigmoid(gate.reshape(1, 1, -1))
+    assert_close("out", op.attention_decode(**arguments, tile=TILES["general"], backend=backend), want, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["general", "single pass", "two parts", "fixed blocks, not whole tiles"])
+def test_no_schedule_changes_a_bit(name):
+    arguments = problem((8, 1, 64, 24), 19)
+    host.check_schedules(lambda: op.attention_decode(**arguments, tile=TILES[name], backend="host"))
+
+
+def test_the_text_for_apple_silicon_runs_on_the_host(monkeypatch):
+    assemble = source.assemble
+    monkeypatch.setattr(source, "assemble", lambda kernel, _: assemble(kernel, "metal"))
+    check(problem(SMALL, 33, mx.bfloat16), "host", TILES["general"])
+
+
+def dispatches(arguments: dict, layout) -> list[str]:
+    names: list[str] = []
+
+    def record(node):
+        if node["type"] == "primitive":
+            names.append(node["name"])
+
+    def layer(*values):
+        with backends.override("metal"):
+            return op.attention_decode(*values, tile=layout)
+
+    mx.export_function(record, layer, *arguments.values())
+    return names
+
+
+def test_on_metal_it_is_one_dispatch_or_two():
+    """Traced on any machine: nothing is copied, padded or converted around the kernels."""
+    arguments = problem(SMALL, 9, mx.bfloat16)
+    assert dispatches(arguments, TILES["single pass"]) == ["CustomKernel"]
+    assert dispatches(arguments, TILES["general"]) == ["CustomKernel"] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"q": mx.zeros((1, 16, 2, 64))}, "q has shape"),
+        ({"q": mx.zeros((1, 15, 1, 64))}, "Hq=15 is not a multiple of Hk=2"),
+        ({"q": mx.zeros((1, 16, 1, 64), mx.float16)}, "q is mlx.core.float16"),
+        ({"keys": mx.zeros((1, 2, 40, 96))}, "keys has shape"),
+        ({"values": mx.zeros((1, 2, 48, 64))}, "values has shape"),
+        ({"values": mx.zeros((1, 2, 40, 64), mx.float16)}, "differ in dtype"),
+        ({"keys": mx.zeros((1, 2, 40, 64), mx.int32)}, "keys is mlx.core.int32"),
+        ({"offset": 1}, "projected has 2048 elements; needs 2048 from 1"),
+        ({"position": mx.array([3])}, "not int32 (8,)"),
+    ],
+)
+def test_supports_gives_the_reason(change, reason):
+    answer = op.supports(**{**problem(SMALL, 9), **change}, backend="cuda")
+    assert answer is None if reason is None else reason in answer
+
+
+@pytest.mark.parametrize("D", [32, 80, 288])
+def test_supports_refuses_head_sizes(D):
+    assert f"D={D} is not" in op.supports(**problem((2, 1, D, 8), 4), backend="host")
+
+
+def test_supports_without_a_gpu(monkeypatch):
+    monkeypatch.setenv("LILY_BACKEND", "ops")
+    assert op.supports(**problem(SMALL, 9)) == "no GPU back-end"
+
+
+def chosen(capacity: int, chip: str = "host", Hk: int = 2, group: int = 8, D: int = 256):
+    return choose("attention_decode", chip, capacity=capacity, Hk=Hk, group=group, D=D)
+
+
+def test_every_tile_of_the_table_launches():
+    """A wrong tile would only show on the chip that it is for."""
+    with host_options(check=False):
+        for choice in table("attention_decode"):
+            check(problem((8, 1, 256, 512), 500, mx.bfloat16), "host", choice["tile"])
+
+
+def test_the_layout_switches_at_32k_for_the_models_heads_only():
+    assert chosen(32512)["block_rows"] == 0
+    assert chosen(32768)["block_rows"] > 0
+    assert chosen(32768, D=128)["block_rows"] == 0
+    assert chosen(32768, group=4)["block_rows"] == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_both_sides_of_the_switch_agree(backend):
+    """The two layouts that the table chooses there, on the same rows."""
+    arguments = problem((8, 1, 256, 1024), 1001, mx.bfloat16)
+    with host_options(check=False):
+        below, above = (
+            check(arguments, backend, {**chosen(capacity), "simdgroups": 4}) for capacity in (32512, 32768)
+        )
+    assert mx.allclose(below, above, rtol=2.0**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("D", "group", "want"),
+    [
+        (256, 8, {"HEADS": 8, "PARTS": 1, "SETS": 8, "LANES": 32, "ROWS": 4}),
+        (256, 6, {"HEADS": 2, "PARTS": 1, "SETS": 8, "LANES": 32, "ROWS": 4}),
+        (128, 8, {"HEADS": 8, "PARTS": 1, "SETS": 8, "LANES": 16, "ROWS": 2}),
+        (64, 16, {"HEADS": 8, "PARTS": 1, "SETS": 8, "LANES": 8, "ROWS": 1}),
+        (224, 8, {"HEADS": 2, "PARTS": 1, "SETS": 8, "LANES": 8, "ROWS": 2}),
+    ],
+)
+def test_a_tile_is_fitted_to_the_shape(D, group, want):
+    assert op.layout(D, group, tile(simdgroups=8)) == want
+
+
+@pytest.mark.parametrize(
+    ("capacity", "layout", "want"),
+    [
+        (4096, tile(simdgroups=8, threadgroups=132), 66),
+        (4096, tile(heads=4, threadgroups=132), 33),
+        (256, tile(simdgroups=8, threadgroups=132), 8),
+        (256, tile(threadgroups=1), 1),
+        (4097, tile(block_rows=512), 9),
+    ],
+)
+def test_blocks_of_the_real_heads(capacity, layout, want):
+    assert op.blocks(capacity, 2, 8, 256, layout) == want
