@@ -187,7 +187,7 @@ def route_reference(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
     """The choice in plain MLX: (experts [top_k + 1] int32, weights [top_k + 1] float32)."""
     logits = logits.reshape(-1).astype(mx.float32)
     router, gate = logits[:-1], logits[-1:]
-    values = router.tolist()
+    values: Any = router.tolist()
     # sorted is stable, so equal logits stay in the order of their indices; NaN differs from itself.
     ranked = sorted(range(len(values)), key=lambda e: (values[e] != values[e], -values[e]))
     experts = mx.array(ranked[:top_k])
@@ -301,11 +301,10 @@ def _self_check(backend: str) -> str | None:
     x = mx.random.normal((1, 1, K), key=keys[0]).astype(mx.bfloat16)
     norm_weight = mx.random.normal((K,), key=keys[1]).astype(mx.bfloat16)
     logits = mx.array([0.5, 2.0, -1.0, 2.0, 3.0, 0.0, 1.0, -2.0, 1.5, 0.25, -0.5, -3.0, 0.75])
-    matrices = [
-        matrix(key, *shape) for key, shape in zip(keys[2:], ((E, M), (E, M), (MS,), (MS,)), strict=True)
-    ]
-    got = expert_gate_up(x, norm_weight, logits, *matrices, top_k, backend=backend)
-    want = expert_gate_up_reference(x, norm_weight, logits, *matrices, top_k)
+    gate, up = matrix(keys[2], E, M), matrix(keys[3], E, M)
+    shared = matrix(keys[4], MS), matrix(keys[5], MS)
+    got = expert_gate_up(x, norm_weight, logits, gate, up, *shared, top_k, backend=backend)
+    want = expert_gate_up_reference(x, norm_weight, logits, gate, up, *shared, top_k)
     if got[1].tolist() != want[1].tolist():
         return f"experts {got[1].tolist()}, not {want[1].tolist()}"
     for name, ours, theirs in (("h", got[0], want[0]), ("weights", got[2], want[2])):
