@@ -43,15 +43,25 @@ ABLATIONS = (
         "D1",
         "row-parallel product for one row",
         "decode",
+        "qmv",
         reference_text="90.3 % of sustained read bandwidth",
     ),
     Ablation("D2", "the selected token stays on the GPU", "decode"),
     Ablation(
         "D3", "independent kernels overlap", "decode", reference_text="795 kernels a token in 555 stages"
     ),
-    Ablation("D4", "four fused chains", "decode"),
+    Ablation("D4", "gate and up with the activation", "decode", "expert_gate_up"),
+    Ablation("D4", "down with routing weight and shared expert", "decode", "expert_down"),
+    Ablation("D4", "q and k preparation", "decode", "qk_prepare"),
+    Ablation("D4", "recurrent update with its normalisation", "decode", "gated_delta_step"),
     Ablation("D5", "coalesced reads of the KV cache", "decode", reference={3840: 2.1}),
-    Ablation("D6", "query heads share each KV row", "decode", reference={32768: 23.8}),
+    Ablation(
+        "D6",
+        "query heads share each KV row (here with D5, D7)",
+        "decode",
+        "attention_decode",
+        reference={32768: 23.8},
+    ),
     Ablation(
         "D7",
         "attention layout by context length",

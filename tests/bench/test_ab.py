@@ -6,9 +6,12 @@ import os
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import gated_delta, qwen3_next
 
 from bench import ab, arms, costs, gate, plots, random_weights, record
+from bench.ablations import ABLATIONS
 from lily_mlx import cli
+from lily_mlx.launch.kernel import all_kernels
 from tests.plugin.test_cases import small_moe
 
 
@@ -320,3 +323,43 @@ def test_bad_input_is_one_line(words, said, tmp_path, monkeypatch, capsys):
     assert error.count("\n") == 1
     assert said in error
     assert not (tmp_path / "x").exists()
+
+
+def test_every_switch_of_an_ablation_is_an_op():
+    ops = {kernel.stem for kernel in all_kernels()}
+    assert {a.switch for a in ABLATIONS if a.switch} <= ops
+    assert arms.parse("lily,lily-without-qmv") == ["lily", "lily-without-qmv"]
+
+
+def test_stock_plus_takes_the_faster_of_the_ops_that_exist(model, monkeypatch):
+    calls = arms._attention_calls(model, 5, 9)
+    assert calls["default"]().shape == (1, 4, 5, 32)
+    assert arms._time(calls["default"]) < 10
+    assert mx.metal.is_available() or arms._time(calls["force_fused"]) == float("inf")
+    best = arms.BestOwnOps(model)
+    seconds = {"default": 2.0, "force_fused": 1.0}
+    monkeypatch.setattr(arms, "_time", lambda call: seconds[call])
+    best._choose("attention", 5, {name: name for name in seconds})
+    assert best.switches()["attention"] == {5: "force_fused"}
+
+
+def test_stock_plus_calls_what_it_chose(model, monkeypatch):
+    best = arms.BestOwnOps(model)
+    best.chosen = {"gated_delta": {3: "mx.fast.gated_delta_update"}, "attention": {3: "force_fused"}}
+    shape = (1, 3, 2, 32)
+    q, k, v = (mx.random.normal(shape, key=mx.random.key(i)) * 0.2 for i in range(3))
+    g, beta = mx.full(shape[:3], 0.9), mx.full(shape[:3], 0.5)
+    state = mx.zeros((1, 2, 32, 32))
+    for got, want in zip(
+        best._scan(q, k, v, g, beta, state), gated_delta.gated_delta_ops(q, k, v, g, beta, state), strict=True
+    ):
+        assert mx.allclose(got, want, atol=1e-6)
+    asked = []
+    monkeypatch.setattr(
+        mx.fast, "scaled_dot_product_attention", lambda q, k, v, **options: asked.append(options) or q
+    )
+    heads = q.transpose(0, 2, 1, 3)
+    with best.active():
+        for tokens in (heads, heads[:, :, :1]):
+            qwen3_next.scaled_dot_product_attention(tokens, heads, heads, cache=None, scale=1.0, mask=None)
+    assert [options.get("force_fused", False) for options in asked] == [True, False]
