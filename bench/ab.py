@@ -236,7 +236,7 @@ class Comparison:
             arm.prepare(min(s.prefill_step_size, max(length - 1, 1)), length)
         prompt = self.prompt(length)
         if phase == "prefill":
-            measure = _Prefill(prompt, s.prefill_step_size)
+            measure: _Measure = _Prefill(prompt, s.prefill_step_size)
             work = costs.prefill(self.model, length, s.prefill_step_size)
         else:
             measure = _Decode(self._context(prompt), s.decode_tokens)

@@ -50,7 +50,7 @@ def packed_scan(backend: str) -> Scan:
         description["source"] = "const int T = T_pointer[0];\n" + description["source"]
         description["header"] = source.prelude("cuda") + _CUDA_HEADER
         description["name"] += "_bridged"
-        kernel = mx.fast.cuda_kernel(**description)
+        kernel: Any = mx.fast.cuda_kernel(**description)
     else:
         from lily_mlx.launch import host
 

@@ -86,7 +86,7 @@ def _style(theme: str) -> Iterator[None]:
     from cycler import cycler
 
     ink, faint, colors = (_THEMES[theme][key] for key in ("ink", "faint", "colors"))
-    settings = {
+    settings: dict[str, Any] = {
         "text.color": ink,
         "axes.labelcolor": ink,
         "axes.edgecolor": ink,
@@ -102,7 +102,7 @@ def _style(theme: str) -> Iterator[None]:
         "legend.frameon": False,
         "figure.constrained_layout.use": True,
     }
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(settings):  # type: ignore[arg-type]
         yield
 
 
@@ -176,8 +176,8 @@ def _ablations(group: Group) -> Figure:
 
     bars = _bars(group)
     figure, axes = pyplot.subplots(figsize=(7.2, 1.5 + 0.36 * len(bars)))
-    here = {"color": "C1", "label": f"here, {group.facts['chip']} (95 % interval)"}
-    theirs = {
+    here: dict[str, Any] = {"color": "C1", "label": f"here, {group.facts['chip']} (95 % interval)"}
+    theirs: dict[str, Any] = {
         "color": "none",
         "edgecolor": "C2",
         "hatch": "////",
