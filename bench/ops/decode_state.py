@@ -5,7 +5,7 @@
 gated_delta_step, qk_prepare, and attention_decode with attention_combine, batch 1, bfloat16. Every arm is
 checked against the fp32 reference before it is timed; one that is wrong or does not compile is reported and
 left out. An arm is a compiled chain of calls, each waiting for the one before, over buffers that together
-exceed the GPU's cache; its time includes the launches, so qk_prepare, which moves 45 KB, shows what one costs.
+exceed the GPU cache; its time includes the launches, so qk_prepare, which moves 45 KB, shows what one costs.
 Arms take turns, sample by sample.
 """
 
