@@ -1,13 +1,14 @@
 // Choosing experts: the TOP_K largest of E logits, in one simdgroup.
 
 // A logit as an integer of the same order: NaN lowest, the two zeros equal. 0 is left for experts that are taken
-// or do not exist, so that a choice is in range whatever the logits are.
+// or do not exist, so that a choice is in range whatever the logits are. No floating-point operation, because
+// some GPUs take subnormal numbers for zero.
 LILY_INLINE u32 lily_routing_key(f32 logit) {
-  if (!(logit == logit)) {
+  const u32 bits = lily_bits_from_f32(logit);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {
     return 1u;
   }
-  const u32 bits = lily_bits_from_f32(logit + 0.0f);  // -0 + 0 is +0
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return bits > 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
 // The expert with the t-th largest logit in lane t, for t < TOP_K; among equal logits the lower index comes

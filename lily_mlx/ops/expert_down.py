@@ -122,7 +122,13 @@ def supports(
     """None if the kernel takes these arrays on the back-end (by default the one in use), else the reason."""
     if (backend or backends.resolve()) == "ops":
         return "no GPU back-end"
-    N, M, MS, top_k = residual.shape[-1], down.columns, shared_down.columns, experts.size - 1
+    N = residual.shape[-1]
+    for name, matrix, count in (("down", down, down.weight.shape[0]), ("shared down", shared_down, None)):
+        if reason := why_not(name, matrix, matrix.columns, count):
+            return reason
+        if matrix.rows != N:
+            return f"{name} has {matrix.rows} rows, not {N}"
+    M, MS, top_k = down.columns, shared_down.columns, experts.size - 1
     if residual.size != N:
         return f"residual has shape {residual.shape}, more than one vector"
     if residual.dtype not in ACTIVATION_DTYPES:
@@ -135,11 +141,6 @@ def supports(
         return f"{top_k} chosen experts; 1 to {MAX_TOP_K} are possible"
     if M % 32 or MS % 32:
         return f"the experts' widths, {M} and {MS}, are not multiples of 32"
-    for name, matrix, count in (("down", down, down.weight.shape[0]), ("shared down", shared_down, None)):
-        if reason := why_not(name, matrix, matrix.columns, count):
-            return reason
-        if matrix.rows != N:
-            return f"{name} has {matrix.rows} rows, not {N}"
     if reason := why_mixed((down, shared_down)):
         return reason
     if N % 32:
