@@ -30,7 +30,7 @@ LILY_INLINE void attention_combine(
     uint thread_index,
     uint simdgroup,
     uint lane) {
-  static_assert(D % (32 * UNIT) == 0, "a threadgroup has whole columns");
+  static_assert(D % (32 * UNIT) == 0, "threadgroups have whole columns");
   constexpr int BATCH = 4;
   constexpr int COLUMNS = 32 * UNIT;
   const int blocks = sizes[0];

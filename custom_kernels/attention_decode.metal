@@ -54,7 +54,7 @@ struct AttentionDecode {
   static_assert(D % 32 == 0 && D % (LANES * UNIT) == 0, "a row is whole loads");
   static_assert(32 % LANES == 0 && LANES % (ROWS * HEADS) == 0, "ROWS HEADS divides LANES, LANES divides 32");
   static_assert(GROUP % (HEADS * PARTS) == 0, "threadgroups have whole parts of a group");
-  static_assert(MERGE_FIT >= 1, "simdgroups fit into 16 KB of threadgroup memory");
+  static_assert(MERGE_FIT >= 1, "the sums of one head of all simdgroups fit into 16 KB");
 
   // Stands for minus infinity: differences of it stay finite.
   static LILY_INLINE f32 lowest() {

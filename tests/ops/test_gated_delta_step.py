@@ -169,7 +169,8 @@ def stock_layer(shape) -> qwen3_5.GatedDeltaNet:
     )
     layer.norm.weight = mx.random.uniform(0.5, 1.5, (Dv,))
     layer.dt_bias = mx.random.normal((Hv,))
-    layer.eval()
+    layer.out_proj = nn.Identity()
+    layer.train()  # MLX ops on every machine, not stock's Metal kernel
     return layer
 
 
@@ -200,7 +201,7 @@ def test_three_steps_of_stocks_layer(backend):
             eps=layer.norm.eps,
             backend=backend,
         )
-        assert_close("output", layer.out_proj(y), want)
+        assert_close("y", y, want)
         assert_close("state", state, cache[1])
         assert mx.array_equal(conv_state, cache[0])
 
