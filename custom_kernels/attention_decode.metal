@@ -14,8 +14,8 @@
 //
 // Query head h reads KV head h / GROUP. BLOCKS is the grid's y; FINAL needs BLOCKS = 1.
 //
-// Who owns what: a threadgroup owns PARTS x HEADS query heads of one KV head and a block of rows; a simdgroup owns HEADS
-// of the heads and every SETS-th tile of ROWS 32 / LANES rows. LANES lanes share a row, lane l its elements
+// Who owns what: a threadgroup owns PARTS x HEADS query heads of one KV head and a block of rows; a simdgroup owns
+// HEADS of the heads and every SETS-th tile of ROWS 32 / LANES rows. LANES lanes share a row, lane l its elements
 // (r LANES + l) UNIT .. + UNIT - 1 of each run r, so a load of the simdgroup is 32 / LANES whole rows one after another,
 // and each element read serves HEADS query heads. In the softmax a lane has one score of the tile: of the row
 // i (32 / LANES) + lane / LANES and the head h, where i HEADS + h = l / OWNERS; OWNERS lanes have the same one.
@@ -26,9 +26,10 @@
 //
 // Limits: D a multiple of 32, of LANES UNIT; ROWS HEADS a power of two up to LANES; GROUP a multiple of PARTS HEADS.
 //
-// Why this order: the scores of a tile are up to 32 sums over 32 lanes. Added one by one they would take 160 shuffles;
-// folded, so that each step halves the sums that a lane holds, they take 31 and leave each lane with its own. The rows of the next tile are requested as soon as the registers of this one are free, so loads are
-// in flight all the time; q is read from threadgroup memory again for each tile unless Q_IN_REGISTERS.
+// Why this order: the scores of a tile are up to 32 sums over 32 lanes. Added one by one they would take 160
+// shuffles; folded, so that each step halves the sums that a lane holds, they take 31 and leave each lane with its
+// own. The rows of the next tile are requested as soon as the registers of this one are free, so loads are in flight
+// all the time; q is read from threadgroup memory again for each tile unless Q_IN_REGISTERS.
 
 #include "common/gates.h"
 
