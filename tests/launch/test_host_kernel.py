@@ -409,3 +409,22 @@ out[i] = s;"""
         source, [mx.arange(128)], shapes=[(128,)], dtypes=[mx.int32], grid=(128, 1, 1), threadgroup=(64, 1, 1)
     )
     assert out.tolist() == [sum(range(32))] * 32 + [63] * 32 + [sum(range(64, 96))] * 32 + [127] * 32
+
+
+def test_stands_in_for_mlx_directly(monkeypatch):
+    """The pattern a kernel author would try first: the replacement must not find itself."""
+    monkeypatch.setattr(mx.fast, "metal_kernel", host.metal_kernel)
+    kernel = mx.fast.metal_kernel(
+        name="twice",
+        input_names=["x"],
+        output_names=["y"],
+        source="y[thread_position_in_grid.x] = 2 * x[thread_position_in_grid.x];",
+    )
+    (y,) = kernel(
+        inputs=[mx.arange(32, dtype=mx.float32)],
+        grid=(32, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(32,)],
+        output_dtypes=[mx.float32],
+    )
+    assert mx.array_equal(y, 2 * mx.arange(32)).item()
