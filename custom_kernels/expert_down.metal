@@ -14,8 +14,8 @@
 // Who owns what: a threadgroup owns ROWS rows of y, and each of its TOP_K + 1 simdgroups one expert's part of
 // them. The simdgroup puts h_s, a chunk of at most 512 values at a time, into threadgroup memory of its own,
 // from where each lane keeps its part in registers for all rows; LANES lanes share a row, see
-// common/packed_rows.h. Then the first threads sum the parts, expert after expert in the order of the choice,
-// the shared expert, and last the residual.
+// common/packed_rows.h. Then the first threads sum the parts, expert after expert in the order given, the shared
+// expert, and last the residual.
 //
 // Limits: M and MS multiples of 32 and of GROUP; N a multiple of ROWS; ROWS a multiple of the rows that a
 // simdgroup reads side by side; TOP_K <= 31.
@@ -103,7 +103,11 @@ struct ExpertDown {
     const bool is_shared = slot == TOP_K;
     const i64 first = (is_shared ? i64(0) : i64(experts[slot]) * N) + row;
     if constexpr (BITS == SHARED_BITS && M == MS) {  // one copy of the code
-      run<BITS, M>(is_shared ? shared : down, first);
+      // Pointer by pointer: of a choice between structs, compilers forget that its pointers are to device memory.
+      run<BITS, M>(
+          {is_shared ? shared.weights : down.weights, is_shared ? shared.scales : down.scales,
+           is_shared ? shared.biases : down.biases},
+          first);
     } else if (is_shared) {
       run<SHARED_BITS, MS>(shared, first);
     } else {

@@ -2,7 +2,7 @@
 // the shared expert.
 //
 //   n = x * norm_weight / sqrt(mean(x^2) + eps)
-//   experts = the TOP_K experts with the largest logits; weights = softmax over their logits
+//   experts = the TOP_K experts with the largest logits, by index; weights = softmax over their logits
 //   h_s = silu(gate_e n) * (up_e n)           e = experts[s]; last comes the shared expert
 //
 //   x             [K]              InT
@@ -12,7 +12,7 @@
 //   shared_gate_*, shared_up_*  [MS, ...]  likewise, with SHARED_BITS
 //   parameters    [8]              i32     parameters[0]: the bits of eps
 //   h             [TOP_K * M + MS] f32     expert after expert
-//   experts       [TOP_K + 1]      i32     the largest logit first; E, the shared expert, last
+//   experts       [TOP_K + 1]      i32     ascending; E, the shared expert, last
 //   weights       [TOP_K + 1]      f32     the shared expert's is the sigmoid of its gate
 //
 // Among equal logits the lower index is chosen. NaN ranks below everything, so that indices are always in range.
@@ -22,7 +22,7 @@
 // common/packed_rows.h. Every threadgroup that needs the choice makes it, in its first simdgroup, and the one
 // with the first rows of the first expert also writes it.
 //
-// Limits: K a multiple of 32 and of GROUP; ROWS <= M and MS; TOP_K <= E, TOP_K <= 32; threadgroup memory of
+// Limits: K a multiple of 32 and of GROUP; ROWS <= M and MS; TOP_K <= E and 32; threadgroup memory of
 // 5.5 * K bytes.
 //
 // Why this order: choosing again in every threadgroup takes less time than a launch more. The shared expert's
@@ -68,11 +68,10 @@ struct ExpertGateUp {
   }
 
   LILY_INLINE void choose(bool writes) {
-    const int expert = lily_route<E, TOP_K>(logits, lane);
-    if (int(lane) < TOP_K) {
-      chosen[lane] = expert;
-    }
+    lily_route<E, TOP_K>(logits, chosen, lane);
     if (writes) {
+      lily_simdgroup_barrier();
+      const int expert = chosen[lily_min(int(lane), TOP_K - 1)];
       const f32 weight = lily_routing_weight<TOP_K>(lily_to_f32(logits[expert]), lane);
       if (int(lane) < TOP_K) {
         experts[lane] = expert;
@@ -83,6 +82,11 @@ struct ExpertGateUp {
         weights[TOP_K] = 1.0f / (1.0f + lily_exp(-lily_to_f32(logits[E])));
       }
     }
+  }
+
+  // Pointer by pointer: of a choice between structs, compilers forget that its pointers are to device memory.
+  static LILY_INLINE Matrix select(bool first, Matrix a, Matrix b) {
+    return {first ? a.weights : b.weights, first ? a.scales : b.scales, first ? a.biases : b.biases};
   }
 
   // block: of the threadgroup, in its expert; slot: the expert's place in the choice, TOP_K for the shared one.
@@ -151,7 +155,7 @@ struct ExpertGateUp {
     block = is_shared ? block : (block - shared_blocks) % blocks;
     // The same for a whole threadgroup, so its barrier is too. One copy of the code if the bits agree.
     if constexpr (BITS == SHARED_BITS) {
-      run<BITS>(is_shared ? shared_gate : gate, is_shared ? shared_up : up, slot, block);
+      run<BITS>(select(is_shared, shared_gate, gate), select(is_shared, shared_up, up), slot, block);
     } else if (is_shared) {
       run<SHARED_BITS>(shared_gate, shared_up, slot, block);
     } else {

@@ -10,6 +10,9 @@
 // from -START * sum(x) instead of zero. One shift serves two 4-bit numbers, the lower one with START 256, the
 // upper one with START 16. What START costs in accuracy is START / 2^24 of a partial sum, which stays far
 // below the rounding of a 16-bit result.
+//
+// START is read from threadgroup memory: `bits & mask | constant` is one instruction on NVIDIA GPUs, but only if
+// the compiler does not know the constant.
 
 // The part of the vector that meets one 16-byte load of a row. Numbers at even and at odd places have sums of
 // their own.
@@ -17,15 +20,11 @@ template <int BITS>
 struct lily_operand {
   enum : int { VALUES = 128 / BITS, START_EVEN = 256, START_ODD = BITS == 4 ? 16 : 256 };
   f32 x[VALUES];
+  u32 even_top;    // the bits of START_EVEN
+  u32 odd_top;
   f32 even_start;  // -START_EVEN * sum of x at even places
   f32 odd_start;
   f32 sum;
-
-  LILY_INLINE void set_sums(f32 even, f32 odd) {
-    even_start = -f32(START_EVEN) * even;
-    odd_start = -f32(START_ODD) * odd;
-    sum = even + odd;
-  }
 };
 
 // sum(q x) over one 16-byte load.
@@ -43,10 +42,10 @@ LILY_INLINE f32 lily_packed_dot(lily_vec<u32, 4> words, LILY_THREAD const lily_o
     LILY_UNROLL
     for (int b = 0; b < 4; ++b) {
       if constexpr (BITS == 4) {
-        even = lily_fma(lily_f32_from_bits((bytes[b] & 0x00078000u) | 0x43800000u), x[2 * b], even);
-        odd = lily_fma(lily_f32_from_bits((bytes[b] & 0x00780000u) | 0x41800000u), x[2 * b + 1], odd);
+        even = lily_fma(lily_f32_from_bits((bytes[b] & 0x00078000u) | operand.even_top), x[2 * b], even);
+        odd = lily_fma(lily_f32_from_bits((bytes[b] & 0x00780000u) | operand.odd_top), x[2 * b + 1], odd);
       } else {
-        const f32 number = lily_f32_from_bits((bytes[b] & 0x007f8000u) | 0x43800000u);
+        const f32 number = lily_f32_from_bits((bytes[b] & 0x007f8000u) | operand.even_top);
         if (b % 2 == 0) {
           even = lily_fma(number, x[b], even);
         } else {
@@ -66,7 +65,8 @@ struct lily_shared_vector {
   enum : int {
     UNIT = 8,
     SUMS_AT = K / 32 * 36,
-    SQUARES_AT = SUMS_AT + K / UNIT * 2,
+    STARTS_AT = SUMS_AT + K / UNIT * 2,
+    SQUARES_AT = STARTS_AT + 4,
     FLOATS = (SQUARES_AT + SIMDGROUPS + 3) / 4 * 4
   };
   LILY_THREADGROUP f32* memory;  // [FLOATS]
@@ -91,6 +91,12 @@ struct lily_shared_vector {
       f32 sums[2] = {(x[0] + x[2]) + (x[4] + x[6]), (x[1] + x[3]) + (x[5] + x[7])};
       lily_store<UNIT>(memory + k + k / 32 * 4, lily_pack<f32, UNIT>(x));
       lily_store<2>(memory + SUMS_AT + k / UNIT * 2, lily_pack<f32, 2>(sums));
+    }
+    if (thread_index == 0) {
+      f32 starts[4] = {
+          lily_operand<4>::START_EVEN, lily_operand<4>::START_ODD,
+          lily_operand<8>::START_EVEN, lily_operand<8>::START_ODD};
+      lily_store<4>(memory + STARTS_AT, lily_pack<f32, 4>(starts));
     }
     if constexpr (NORM) {
       squares = lily_simd_sum(squares);
@@ -124,7 +130,12 @@ struct lily_shared_vector {
       even += sums[i];
       odd += sums[i + 1];
     }
-    operand.set_sums(even, odd);
+    const int starts = STARTS_AT + (BITS == 4 ? 0 : 2);
+    operand.even_top = lily_bits_from_f32(memory[starts]);
+    operand.odd_top = lily_bits_from_f32(memory[starts + 1]);
+    operand.even_start = -f32(lily_operand<BITS>::START_EVEN) * even;
+    operand.odd_start = -f32(lily_operand<BITS>::START_ODD) * odd;
+    operand.sum = even + odd;
   }
 };
 

@@ -13,7 +13,7 @@
 | y (result) | as residual | as residual |
 
 h, experts and weights come from :func:`~lily_mlx.ops.expert_gate_up.expert_gate_up`. Sums are float32 and
-rounded once: the experts in the order of the choice, the shared expert, the residual.
+rounded once: the experts in the order given, the shared expert, the residual.
 """
 
 from __future__ import annotations

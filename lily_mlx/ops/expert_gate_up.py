@@ -1,7 +1,7 @@
 """Routing, and the first half of the experts of one token: gate and up projections with SwiGLU.
 
     n = rms_norm(x) * norm_weight
-    experts = the top_k experts with the largest logits; weights = softmax over their logits
+    experts = the top_k experts with the largest logits, by index; weights = softmax over their logits
     h_s = silu(gate_e n) * (up_e n),  e = experts[s]; last comes the shared expert
 
 | array | shape | dtype |
@@ -12,7 +12,7 @@
 | gate, up | :class:`~lily_mlx.ops.packed.Packed` [E, M, K] | |
 | shared_gate, shared_up | Packed [MS, K] | |
 | h (result) | [top_k * M + MS], expert after expert | float32 |
-| experts (result) | [top_k + 1], the largest logit first; E last, for the shared expert | int32 |
+| experts (result) | [top_k + 1], ascending; E last, for the shared expert | int32 |
 | weights (result) | [top_k + 1]; the last is the sigmoid of the shared expert's gate | float32 |
 
 The weights are those of a softmax over all experts, renormalised over the chosen ones, which is the softmax
@@ -190,7 +190,7 @@ def route_reference(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
     values: Any = router.tolist()
     # sorted is stable, so equal logits stay in the order of their indices; NaN differs from itself.
     ranked = sorted(range(len(values)), key=lambda e: (values[e] != values[e], -values[e]))
-    experts = mx.array(ranked[:top_k])
+    experts = mx.array(sorted(ranked[:top_k]))
     weights = mx.softmax(router[experts], precise=True)
     return (
         mx.concatenate([experts, mx.array([router.size])]).astype(mx.int32),

@@ -103,7 +103,7 @@ def eps_parameter(eps: float) -> mx.array:
 
 def shared_vector_bytes(columns: int, simdgroups: int) -> int:
     """Bytes of ``lily_shared_vector`` of common/packed_rows.h."""
-    floats = columns // 32 * 36 + columns // 4 + simdgroups
+    floats = columns // 32 * 36 + columns // 4 + 4 + simdgroups
     return -(-floats // 4) * 4 * 4
 
 
