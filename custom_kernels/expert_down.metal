@@ -20,7 +20,6 @@
 // Limits: M and MS multiples of 32 and of GROUP; N a multiple of ROWS; ROWS a multiple of the rows that a
 // simdgroup reads side by side; TOP_K <= 31.
 
-#include "common/row_sum.h"
 #include "common/packed_rows.h"
 
 template <
@@ -79,11 +78,11 @@ struct ExpertDown {
       }
     }
     const f32 weight = weights[slot];
-    LILY_UNROLL
-    for (int r = 0; r < ROWS / SLOTS; ++r) {
-      const f32 total = rows.total(r);
-      if (Rows::lane_in_row(lane) == r % Rows::LANES) {
-        parts[slot * ROWS + Rows::row_in_block(lane) + r] = weight * total;
+    rows.reduce(lane);
+    if (Rows::owns(lane)) {
+      LILY_UNROLL
+      for (int r = 0; r < Rows::OWNED; ++r) {
+        parts[slot * ROWS + Rows::row_in_block(lane) + Rows::owned_row(lane) + r] = weight * rows.sums[r];
       }
     }
   }

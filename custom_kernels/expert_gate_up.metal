@@ -28,7 +28,6 @@
 // Why this order: choosing again in every threadgroup takes less time than a launch more. The shared expert's
 // weights are requested before x, as they do not depend on the choice.
 
-#include "common/row_sum.h"
 #include "common/packed_rows.h"
 #include "common/route.h"
 
@@ -137,12 +136,15 @@ struct ExpertGateUp {
         up.load(chunk + DEPTH, lane);
       }
     }
+    gate.reduce(lane);
+    up.reduce(lane);
+    const int owned = first + Rows::owned_row(lane);
     LILY_UNROLL
-    for (int r = 0; r < ROWS; ++r) {
-      const f32 g = gate.total(r) * factor;
-      const f32 u = up.total(r) * factor;
-      if (Rows::lane_in_row(lane) == r % Rows::LANES && first + r >= row) {
-        h[slot * M + first + r] = g / (1.0f + lily_exp(-g)) * u;
+    for (int r = 0; r < Rows::OWNED; ++r) {
+      const f32 g = gate.sums[r] * factor;
+      const f32 u = up.sums[r] * factor;
+      if (Rows::owns(lane) && owned + r >= row) {
+        h[slot * M + owned + r] = g / (1.0f + lily_exp(-g)) * u;
       }
     }
   }

@@ -25,7 +25,6 @@
 // The last block of a matrix is moved up so that it ends with the matrix; rows that it shares with the block
 // before are computed twice and written once.
 
-#include "common/row_sum.h"
 #include "common/packed_rows.h"
 
 template <typename ScaleT>
@@ -68,12 +67,13 @@ LILY_INLINE void qmv_threadgroup(
   LILY_NO_UNROLL
   for (int i = 0; i < REPEAT; ++i) {
     const int first = lily_min(row, last);
-    f32 added[ROWS];
+    const int owned = first + Rows::owned_row(lane);
+    f32 added[Rows::OWNED];
     LILY_UNROLL
-    for (int r = 0; r < ROWS; ++r) {
+    for (int r = 0; r < Rows::OWNED; ++r) {
       added[r] = 0.0f;
       if constexpr (HAS_RESIDUAL) {
-        added[r] = lily_to_f32(residual[first + r]);
+        added[r] = lily_to_f32(residual[owned + r]);
       }
     }
     rows.clear();
@@ -91,11 +91,11 @@ LILY_INLINE void qmv_threadgroup(
         rows.load(chunk + DEPTH - CHUNKS, lane);
       }
     }
+    rows.reduce(lane);
     LILY_UNROLL
-    for (int r = 0; r < ROWS; ++r) {
-      const f32 sum = lily_fma(rows.total(r), factor, added[r]);
-      if (Rows::lane_in_row(lane) == r % Rows::LANES && first + r >= row) {
-        y[first + r] = lily_from_f32<OutT>(sum);
+    for (int r = 0; r < Rows::OWNED; ++r) {
+      if (Rows::owns(lane) && owned + r >= row) {
+        y[owned + r] = lily_from_f32<OutT>(lily_fma(rows.sums[r], factor, added[r]));
       }
     }
     row += STEP;

@@ -147,6 +147,7 @@ struct lily_packed_rows {
   static_assert(BITS == 4 || BITS == 8, "4 or 8 bits");
   static_assert(GROUP == 32 || GROUP == 64 || GROUP == 128, "groups of 32, 64 or 128");
   static_assert(K % GROUP == 0, "K is a multiple of GROUP");
+  static_assert((ROWS & (ROWS - 1)) == 0, "ROWS is a power of two");
   enum : int {
     VALUES = 128 / BITS,  // of one 16-byte load; within one group
     UNITS = K / VALUES,
@@ -156,6 +157,8 @@ struct lily_packed_rows {
     CHUNKS = K / CHUNK,
     DEPTH = AHEAD >= CHUNKS ? CHUNKS : CHUNKS % AHEAD == 0 ? AHEAD : 1,
     BLOCK_ROWS = 32 / LANES * ROWS,  // of the simdgroup
+    OWNERS = ROWS < LANES ? ROWS : LANES,  // lanes that end up with sums of rows
+    OWNED = ROWS / OWNERS,                 // rows each
     ROW_WORDS = K * BITS / 32,
     ROW_GROUPS = K / GROUP
   };
@@ -228,8 +231,40 @@ struct lily_packed_rows {
     }
   }
 
-  // The whole row's sum, in every lane of its group.
-  LILY_INLINE f32 total(int r) const {
-    return lily_row_sum<LANES>(sums[r]);
+  // Leaves the sums of whole rows in sums[0] to sums[OWNED - 1]: those of the rows from owned_row() on. While a
+  // lane has several rows, it keeps half of them and gives its part of the others to its neighbour, so that
+  // a sum for every row takes hardly more exchanges than one sum.
+  LILY_INLINE void reduce(uint lane) {
+    int rows = ROWS;
+    LILY_UNROLL
+    for (u32 mask = 1; mask < u32(LANES); mask *= 2) {
+      const bool keeps_upper = (lane & mask) != 0;
+      if (rows > 1) {
+        rows /= 2;
+        LILY_UNROLL
+        for (int r = 0; r < ROWS / 2; ++r) {
+          if (r < rows) {
+            const f32 given = keeps_upper ? sums[r] : sums[r + rows];
+            const f32 kept = keeps_upper ? sums[r + rows] : sums[r];
+            sums[r] = kept + lily_shuffle_xor(given, mask);
+          }
+        }
+      } else {
+        sums[0] += lily_shuffle_xor(sums[0], mask);
+      }
+    }
+  }
+
+  static LILY_INLINE bool owns(uint lane) {
+    return lane_in_row(lane) < OWNERS;
+  }
+  // The first row, in the lane's block of ROWS, whose sum the lane has after reduce().
+  static LILY_INLINE int owned_row(uint lane) {
+    int row = 0;
+    LILY_UNROLL
+    for (int i = 1; i < OWNERS; i *= 2) {
+      row += (lane & u32(i)) != 0 ? ROWS / (2 * i) : 0;
+    }
+    return row;
   }
 };
