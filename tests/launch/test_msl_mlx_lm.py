@@ -1,8 +1,8 @@
 """Every Metal kernel of the installed mlx-lm, unmodified, on the CPU, against plain fp32 MLX.
 
 The modules are executed afresh with ``mx.fast.metal_kernel`` replaced: nothing of them is copied.
-``mlx_lm/tuner/losses.py`` is not here: its sums overwrite shared maxima that other simdgroups may still have to
-read, and docs/metal-without-a-mac.md shows the race.
+``mlx_lm/tuner/losses.py`` is not here: its sums overwrite shared maxima that other simdgroups may still have
+to read, and docs/metal-without-a-mac.md shows the race.
 """
 
 from __future__ import annotations
