@@ -150,12 +150,12 @@ def qmv_job(
 
     def error(tile: Tile) -> float:
         options = {"norm_weight": norm_weight, "residual": residual}
-        got = qmv.qmv(x, one, **options, out_dtype=mx.float32, tile=tile, backend=backend)
+        got = qmv.qmv(x, one, **options, tile=tile, backend=backend)
         return relative_error(got, qmv.qmv_reference(x, one, **options))
 
     start = x if feeds_x else residual
     assert start is not None
-    return Job(f"qmv {name}", nbytes, start, step, error, 2e-5, candidates)
+    return Job(f"qmv {name}", nbytes, start, step, error, 2.0**-8, candidates)
 
 
 def gate_up_job(candidates: list[Tile], backend: str, shape: Shape) -> Job:
