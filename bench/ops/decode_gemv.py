@@ -45,6 +45,7 @@ Step = Callable[[mx.array, int], mx.array]
 DTYPE = mx.bfloat16
 GROUP = 64
 TOP_K = 8
+ROUNDING = 2.0**-8  # largest relative error of rounding to bfloat16
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def qmv_job(
 
     start = x if feeds_x else residual
     assert start is not None
-    return Job(f"qmv {name}", nbytes, start, step, error, 2.0**-8, candidates)
+    return Job(f"qmv {name}", nbytes, start, step, error, ROUNDING + 2e-5, candidates)
 
 
 def gate_up_job(candidates: list[Tile], backend: str, shape: Shape) -> Job:
@@ -256,7 +257,7 @@ def down_job(candidates: list[Tile], backend: str, shape: Shape) -> Job:
 
     down, shared = layers[0]
     nbytes = down.nbytes // E * TOP_K + shared.nbytes
-    return Job("expert_down", nbytes, residual, step, error, 2.0**-8, candidates)
+    return Job("expert_down", nbytes, residual, step, error, ROUNDING + 2e-5, candidates)
 
 
 QMV = "rows repeat ahead simdgroups"

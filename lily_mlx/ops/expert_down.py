@@ -237,6 +237,6 @@ def _self_check(backend: str) -> str | None:
     got = expert_down(h, experts, weights, residual, down, shared_down, backend=backend)
     want = expert_down_reference(h, experts, weights, residual, down, shared_down)
     error: Any = (mx.abs(got.astype(mx.float32) - want).max() / mx.abs(want).max()).item()
-    if not error <= 2**-8:  # bfloat16 rounds once
-        return f"y: {error:.1e} off the reference, allowed {2**-8:.1e}"
+    if not error <= 2**-7:  # bfloat16 rounds once, by at most 2^-8 of a value
+        return f"y: {error:.1e} off the reference, allowed {2**-7:.1e}"
     return None
