@@ -8,12 +8,11 @@ MLX updates them in place because nobody else holds them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from .counters import counts
@@ -37,7 +36,7 @@ class DecodeStep:
 
     def __init__(self, model: nn.Module) -> None:
         self._text = model.language_model
-        self._parameters: Any = []
+        self._tree: list[tuple[Any, Any, Any]] = []
         self._compiled: dict[Any, tuple[Callable[..., Any], Counter[str]]] = {}
 
     def why_not(self, inputs: mx.array, cache: Sequence[Any]) -> str | None:
@@ -74,11 +73,12 @@ class DecodeStep:
         arrays = [array for c in cache for array in _arrays(c)]
         run, launches = self._function()
         position = mx.array([offset, 0, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
-        first = not launches
-        before = Counter(counts) if first else None
+        before = Counter(counts)
         logits, *arrays = run(inputs, position, *arrays)
-        if before is not None:
-            launches.update(Counter(counts) - before)
+        # Kernels count themselves when Python calls them, which a compiled step does only while it is traced.
+        if traced := counts - before:
+            launches.clear()
+            launches.update(traced)
         else:
             counts.update(launches)
         for index, c in enumerate(cache):
@@ -92,12 +92,9 @@ class DecodeStep:
         return logits
 
     def _function(self) -> tuple[Callable[..., Any], Counter[str]]:
-        """The step for the settings of now, and what it launches; both are new when a weight is."""
-        parameters = tree_flatten(self._text.parameters())
-        if len(parameters) != len(self._parameters) or any(
-            new is not old for (_, new), (_, old) in zip(parameters, self._parameters, strict=True)
-        ):
-            self._parameters, self._compiled = parameters, {}
+        """The step for the settings of now, and what it launches; both are new when a weight or module is."""
+        if not self._is_as_compiled():
+            self._tree, self._compiled = list(_edges(self._text)), {}
         used = backend.resolve()
         key = (used, settings(), str(mx.default_stream(mx.default_device())))
         if key not in self._compiled:
@@ -105,6 +102,12 @@ class DecodeStep:
             function = self._forward if used == "host" else mx.compile(self._forward)
             self._compiled[key] = (function, Counter())
         return self._compiled[key]
+
+    def _is_as_compiled(self) -> bool:
+        try:
+            return bool(self._tree) and all(holder[name] is held for holder, name, held in self._tree)
+        except (KeyError, IndexError):
+            return False
 
     def _forward(self, inputs: mx.array, position: mx.array, *arrays: mx.array) -> tuple[mx.array, ...]:
         text = self._text
@@ -120,6 +123,16 @@ class DecodeStep:
             x = layer.mlp.decode(x, layer.post_attention_layernorm)
         head = text.model.embed_tokens if text.args.tie_word_embeddings else text.lm_head
         return project(x, [head], norm=text.model.norm, out_dtype=mx.float32), *new
+
+
+def _edges(holder: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """(holder, name, held) for everything in a module tree: what the compiled step has taken as constant."""
+    for name, held in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+        if isinstance(held, mx.array):
+            yield holder, name, held
+        elif isinstance(held, (dict, list)):
+            yield holder, name, held
+            yield from _edges(held)
 
 
 def decode_step(model: nn.Module) -> DecodeStep:

@@ -34,13 +34,14 @@ class Attention(stock.Qwen3NextAttention):
         Hq, D = self.num_attention_heads, self.head_dim
         projected = project(x, [self.q_proj, self.k_proj, self.v_proj], norm=norm)
         q, k, v = self._prepare(projected, position)
-        start = position[:1]
-        keys = mx.slice_update(keys, k, start, axes=(2,))
-        values = mx.slice_update(values, v, start, axes=(2,))
+        # Measured on an H200: a third of the time of slice_update with an array as start.
+        row = mx.broadcast_to(position[0], k.shape)
+        keys = mx.put_along_axis(keys, row, k, axis=2)
+        values = mx.put_along_axis(values, row, v, axis=2)
         if why_not("attention_decode", q, keys, values, projected, position) is None:
             out = attention_decode(q, keys, values, projected, position)
         else:
-            seen = mx.arange(keys.shape[2]) <= start
+            seen = mx.arange(keys.shape[2]) <= position[0]
             out = mx.fast.scaled_dot_product_attention(
                 q.astype(keys.dtype), keys, values, scale=self.scale, mask=seen
             )

@@ -30,13 +30,12 @@ class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
         """
         # float32, because rounding logits changes which experts are chosen
         logits = project(x, [self.gate, self.shared_expert_gate], norm=norm, out_dtype=mx.float32)
-        h, experts, weights = self._gate_up(x, norm, logits)
+        h, experts, weights, width = self._gate_up(x, norm, logits)
         down: list[Any] = [packed(self.switch_mlp.down_proj), packed(self.shared_expert.down_proj)]
         operands: tuple[Any, ...] = (h, experts, weights, x, *down)
         if None not in down and why_not("expert_down", *operands) is None:
             return expert_down(*operands)
         k = self.top_k
-        width = self.switch_mlp.down_proj.input_dims
         y = self.switch_mlp.down_proj(h[: k * width].astype(x.dtype).reshape(k, 1, width), experts[:k])
         shared = self.shared_expert.down_proj(h[k * width :].astype(x.dtype))
         y = (y.reshape(k, -1) * weights[:k, None]).sum(axis=0) + weights[k] * shared
@@ -44,8 +43,8 @@ class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
 
     def _gate_up(
         self, x: mx.array, norm: nn.RMSNorm, logits: mx.array
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """h [top_k * M + MS] float32, experts and weights [top_k + 1], as ``ops.expert_gate_up``."""
+    ) -> tuple[mx.array, mx.array, mx.array, int]:
+        """h [top_k * M + MS] float32, experts and weights [top_k + 1], as ``ops.expert_gate_up``; and M."""
         matrices: list[Any] = [
             packed(self.switch_mlp.gate_proj),
             packed(self.switch_mlp.up_proj),
@@ -54,7 +53,7 @@ class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
         ]
         operands: tuple[Any, ...] = (x, norm.weight, logits, *matrices, self.top_k)
         if self.norm_topk_prob and None not in matrices and why_not("expert_gate_up", *operands) is None:
-            return expert_gate_up(*operands, eps=norm.eps)
+            return *expert_gate_up(*operands, eps=norm.eps), matrices[0].rows
         E, k = self.num_experts, self.top_k
         n = norm(x)
         probabilities = mx.softmax(logits[0, 0, :E], axis=-1, precise=True)
@@ -69,6 +68,7 @@ class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
             mx.concatenate([h.reshape(-1), shared.reshape(-1)]).astype(mx.float32),
             mx.concatenate([experts, mx.array([E], experts.dtype)]).astype(mx.int32),
             mx.concatenate([weights, mx.sigmoid(logits[0, 0, E:])]),
+            h.shape[-1],
         )
 
 
