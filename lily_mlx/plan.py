@@ -9,8 +9,17 @@ from typing import Any
 import mlx.core as mx
 
 from .checkpoint import Checkpoint
-from .ops import gated_delta_scan
+from .ops import (
+    attention_decode,
+    expert_down,
+    expert_gate_up,
+    gated_delta_scan,
+    gated_delta_step,
+    qk_prepare,
+    qmv,
+)
 from .ops.choice import why_off
+from .ops.packed import Packed
 
 PHASES = {"prefill": 2048, "decode": 1}
 """The phases and the tokens of a step in each; the prefill step is mlx_lm's default."""
@@ -41,36 +50,214 @@ class OpPlan:
 def plan(checkpoint: Checkpoint, backend: str) -> Iterator[OpPlan]:
     """Yield the path of every op of a forward pass at batch 1, in the order of the model.
 
+    A decoded token runs as described here when its caches are stock's plain ones and hold a prompt already;
+    ``step.DecodeStep.why_not`` has the rest of the cases, which run as a prefill of one token does.
+
     Args:
         checkpoint: the model.
         backend: the resolved back-end.
     """
-    text = checkpoint.text_config
-    dtype = activation_dtype(checkpoint)
-    layers = text["num_hidden_layers"]
-    attention = layers // text.get("full_attention_interval", 4)
-    linear = layers - attention
-    scan = gated_delta_scan.KERNEL.stem
-    mlp = ["routing", "experts", "shared expert"] if text.get("num_experts") else ["mlp"]
-    ops = [
-        ("embedding", 1),
-        ("DeltaNet projections", linear),
-        ("DeltaNet conv and norms", linear),
-        (scan, linear),
-        ("DeltaNet gated norm", linear),
-        ("attention projections", attention),
-        ("q and k preparation", attention),
-        ("attention", attention),
-        *((op, layers) for op in mlp),
-        ("output head", 1),
-    ]
     for phase, tokens in PHASES.items():
-        for op, count in ops:
-            why = why_off(op) or (_why_not_scan(text, dtype, tokens, backend) if op == scan else _NO_KERNEL)
-            if why:
-                yield OpPlan(op, count, phase, "stock", why)
+        examples = _Examples(checkpoint, backend, tokens)
+        for op, count, kernel, why in examples.prefill() if phase == "prefill" else examples.decode():
+            reason = why_off(kernel) if kernel else None
+            reason = reason or why
+            if reason:
+                yield OpPlan(op, count, phase, "stock", reason)
             else:
-                yield OpPlan(op, count, phase, backend, "Lily's kernel supports the shape")
+                yield OpPlan(op, count, phase, backend, f"kernel {kernel}")
+
+
+Row = tuple[str, int, str | None, str | None]
+"""An op, how many layers call it, its kernel, and why that does not take the shape."""
+
+
+class _Examples:
+    """Asks each op's ``supports`` about arrays of the checkpoint's shapes, which are never evaluated."""
+
+    def __init__(self, checkpoint: Checkpoint, backend: str, tokens: int) -> None:
+        self.text = checkpoint.text_config
+        self.quantization = checkpoint.config.get("quantization") or {}
+        self.dtype = activation_dtype(checkpoint)
+        self.backend = backend
+        self.tokens = tokens
+        self.layers = self.text["num_hidden_layers"]
+        self.attention = self.layers // (self.text.get("full_attention_interval") or 4)
+        self.linear = self.layers - self.attention
+        self.moe = bool(self.text.get("num_experts"))
+
+    def prefill(self) -> list[Row]:
+        feed_forward = ["routing", "experts", "shared expert"] if self.moe else ["mlp"]
+        return [
+            ("embedding", 1, None, _NO_KERNEL),
+            ("DeltaNet projections", self.linear, None, _NO_KERNEL),
+            ("DeltaNet conv and norms", self.linear, None, _NO_KERNEL),
+            ("DeltaNet recurrence", self.linear, "gated_delta_scan", self._scan()),
+            ("DeltaNet gated norm", self.linear, None, _NO_KERNEL),
+            ("attention projections", self.attention, None, _NO_KERNEL),
+            ("q and k preparation", self.attention, None, _NO_KERNEL),
+            ("attention", self.attention, None, _NO_KERNEL),
+            *((op, self.layers, None, _NO_KERNEL) for op in feed_forward),
+            ("output head", 1, None, _NO_KERNEL),
+        ]
+
+    def decode(self) -> list[Row]:
+        text = self.text
+        Hq, Hk, D = text["num_attention_heads"], text["num_key_value_heads"], self._head_size()
+        deltanet = [
+            2 * self._key_width() + self._value_width(),
+            self._value_width(),
+            *[self._value_heads()] * 2,
+        ]
+        if self.moe:
+            feed_forward: list[Row] = [
+                ("router", self.layers, "qmv", self._products([text["num_experts"], 1], bits=8)),
+                ("routing, gate and up", self.layers, "expert_gate_up", self._gate_up()),
+                ("expert down", self.layers, "expert_down", self._down()),
+            ]
+        else:
+            width = text["intermediate_size"]
+            feed_forward = [("mlp", self.layers, "qmv", self._products([width, width]))]
+        return [
+            ("embedding", 1, None, _NO_KERNEL),
+            ("DeltaNet projections", self.linear, "qmv", self._products(deltanet)),
+            ("DeltaNet step", self.linear, "gated_delta_step", self._step()),
+            ("attention projections", self.attention, "qmv", self._products([2 * Hq * D, Hk * D, Hk * D])),
+            ("q and k preparation", self.attention, "qk_prepare", self._prepare()),
+            ("attention", self.attention, "attention_decode", self._attend()),
+            *feed_forward,
+            ("output head", 1, "qmv", self._products([text["vocab_size"]])),
+        ]
+
+    def _head_size(self) -> int:
+        return int(self.text.get("head_dim") or self.text["hidden_size"] // self.text["num_attention_heads"])
+
+    def _key_width(self) -> int:
+        return int(self.text["linear_num_key_heads"] * self.text["linear_key_head_dim"])
+
+    def _value_heads(self) -> int:
+        return int(self.text["linear_num_value_heads"])
+
+    def _value_width(self) -> int:
+        return self._value_heads() * int(self.text["linear_value_head_dim"])
+
+    def _zeros(self, *shape: int, dtype: mx.Dtype | None = None) -> mx.array:
+        return mx.zeros(shape, dtype or self.dtype)
+
+    def _packed(self, *shape: int, bits: int | None = None) -> Packed:
+        """A matrix [..., N, K] as the checkpoint's default quantisation stores it."""
+        bits = bits or int(self.quantization["bits"])
+        group = int(self.quantization["group_size"])
+        *rows, columns = shape
+        scales = self._zeros(*rows, columns // group)
+        return Packed(self._zeros(*rows, columns * bits // 32, dtype=mx.uint32), scales, scales, bits, group)
+
+    def _ask(self, op: Any, *operands: Any, **options: Any) -> str | None:
+        reason: str | None = op.supports(*operands, **options, backend=self.backend)
+        return reason
+
+    def _not_quantised(self) -> str | None:
+        mode = self.quantization.get("mode", "affine")
+        if not self.quantization:
+            return "the weights are not quantised"
+        return None if mode == "affine" else f"the weights are quantised as {mode}, not affine"
+
+    def _products(self, rows: list[int], bits: int | None = None) -> str | None:
+        width = self.text["hidden_size"]
+        return self._not_quantised() or self._ask(
+            qmv,
+            self._zeros(1, 1, width),
+            [self._packed(n, width, bits=bits) for n in rows],
+            norm_weight=self._zeros(width),
+        )
+
+    def _gate_up(self) -> str | None:
+        text, width = self.text, self.text["hidden_size"]
+        E, M, MS = text["num_experts"], text["moe_intermediate_size"], text["shared_expert_intermediate_size"]
+        if not text.get("norm_topk_prob", True):
+            return "norm_topk_prob is false"
+        return self._not_quantised() or self._ask(
+            expert_gate_up,
+            self._zeros(1, 1, width),
+            self._zeros(width),
+            self._zeros(1, 1, E + 1, dtype=mx.float32),
+            *[self._packed(E, M, width)] * 2,
+            *[self._packed(MS, width)] * 2,
+            text["num_experts_per_tok"],
+        )
+
+    def _down(self) -> str | None:
+        text, width, k = self.text, self.text["hidden_size"], self.text["num_experts_per_tok"]
+        E, M, MS = text["num_experts"], text["moe_intermediate_size"], text["shared_expert_intermediate_size"]
+        return self._not_quantised() or self._ask(
+            expert_down,
+            self._zeros(k * M + MS, dtype=mx.float32),
+            self._zeros(k + 1, dtype=mx.int32),
+            self._zeros(k + 1, dtype=mx.float32),
+            self._zeros(1, 1, width),
+            self._packed(E, width, M),
+            self._packed(width, MS),
+        )
+
+    def _step(self) -> str | None:
+        Hk, Hv = self.text["linear_num_key_heads"], self._value_heads()
+        Dk, Dv = self.text["linear_key_head_dim"], self.text["linear_value_head_dim"]
+        channels = 2 * self._key_width() + self._value_width()
+        width = self.text.get("linear_conv_kernel_dim") or 4
+        projected = self._zeros(1, 1, channels + self._value_width() + 2 * Hv)
+        return self._ask(
+            gated_delta_step,
+            *[projected] * 4,
+            self._zeros(channels, width, 1),
+            self._zeros(1, width - 1, channels),
+            *[self._zeros(Hv)] * 2,
+            self._zeros(Dv),
+            self._zeros(1, Hv, Dv, Dk, dtype=mx.float32),
+            Hk=Hk,
+        )
+
+    def _prepare(self) -> str | None:
+        Hq, Hk, D = self.text["num_attention_heads"], self.text["num_key_value_heads"], self._head_size()
+        rope = self.text.get("rope_parameters") or {}
+        kind = rope.get("type") or rope.get("rope_type") or "default"
+        if kind != "default":
+            return f"rope of type {kind}"
+        rotary = int(D * rope.get("partial_rotary_factor", 0.25))
+        projected = self._zeros(1, 1, 2 * (Hq + Hk) * D)
+        return self._ask(
+            qk_prepare,
+            *[projected] * 3,
+            *[self._zeros(D)] * 2,
+            self._zeros(rotary // 2, dtype=mx.float32),
+            self._zeros(8, dtype=mx.int32),
+            Hq=Hq,
+            Hk=Hk,
+            offsets=(0, 2 * Hq * D, (2 * Hq + Hk) * D),
+        )
+
+    def _attend(self) -> str | None:
+        Hq, Hk, D = self.text["num_attention_heads"], self.text["num_key_value_heads"], self._head_size()
+        return self._ask(
+            attention_decode,
+            self._zeros(1, Hq, 1, D, dtype=mx.float32),
+            *[self._zeros(1, Hk, 256, D)] * 2,
+            self._zeros(1, 1, 2 * (Hq + Hk) * D),
+            self._zeros(8, dtype=mx.int32),
+        )
+
+    def _scan(self) -> str | None:
+        Hk, Hv = self.text["linear_num_key_heads"], self._value_heads()
+        Dk, Dv = self.text["linear_key_head_dim"], self.text["linear_value_head_dim"]
+        q = self._zeros(1, self.tokens, Hk, Dk)
+        return self._ask(
+            gated_delta_scan,
+            q,
+            q,
+            self._zeros(1, self.tokens, Hv, Dv),
+            self._zeros(1, self.tokens, Hv, dtype=mx.float32),
+            self._zeros(1, self.tokens, Hv),
+            self._zeros(1, Hv, Dv, Dk, dtype=mx.float32),
+        )
 
 
 def activation_dtype(checkpoint: Checkpoint) -> mx.Dtype:
@@ -80,22 +267,3 @@ def activation_dtype(checkpoint: Checkpoint) -> mx.Dtype:
             if name.endswith(suffix) and tensor.dtype in _DTYPES:
                 return _DTYPES[tensor.dtype]
     return mx.bfloat16
-
-
-def _why_not_scan(text: dict[str, Any], dtype: mx.Dtype, tokens: int, backend: str) -> str | None:
-    Hk, Hv = text["linear_num_key_heads"], text["linear_num_value_heads"]
-    Dk, Dv = text["linear_key_head_dim"], text["linear_value_head_dim"]
-
-    def example(*shape: int, dtype: mx.Dtype = dtype) -> mx.array:
-        return mx.zeros(shape, dtype)  # never evaluated
-
-    q = example(1, tokens, Hk, Dk)
-    return gated_delta_scan.supports(
-        q,
-        q,
-        example(1, tokens, Hv, Dv),
-        example(1, tokens, Hv, dtype=mx.float32),
-        example(1, tokens, Hv),
-        example(1, Hv, Dv, Dk, dtype=mx.float32),
-        backend=backend,
-    )
