@@ -5,28 +5,40 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import __version__, hook
+from . import __version__, engine, hook
 from .commands import fail
 from .errors import LilyError, UsageError
 
-_MLX_COMMAND_HELP = "mlx_lm.{} with --engine lily as the default, without the start-up hook"
+_MLX_COMMAND_HELP = "mlx_lm.{} without the hook: --engine is lily unless given, whatever MLX_LM_ENGINE says"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``lily-mlx``. Returns the exit status; 2 is for what the user can put right."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0] in hook.COMMANDS:
-        return _run_mlx_command(argv[0], argv[1:])
     try:
-        args = _parser(argv).parse_args(argv)
-        status: int = args.run(args)
+        try:
+            return _run(argv)
+        finally:
+            print(end="", flush=True)
     except LilyError as error:
         fail(error)
+    except BrokenPipeError:
+        # Whoever read our output has gone. The interpreter flushes once more at its end: let it have a place.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(argv: Sequence[str]) -> int:
+    if argv and argv[0] in hook.COMMANDS:
+        return _run_mlx_command(argv[0], argv[1:])
+    args = _parser(argv).parse_args(argv)
+    status: int = args.run(args)
     return status
 
 
@@ -77,6 +89,7 @@ def _bench() -> types.ModuleType:
 
 
 def _explain(args: argparse.Namespace) -> int:
+    engine.require_mlx()
     from . import explain
 
     report = explain.explain(args.model)
@@ -88,6 +101,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _check_kernels(args: argparse.Namespace) -> int:
+    engine.require_mlx()
     from .launch import strict
 
     for path in args.paths:
@@ -96,16 +110,9 @@ def _check_kernels(args: argparse.Namespace) -> int:
     return strict.main_check(args.paths)
 
 
-def _run_mlx_command(name: str, argv: list[str]) -> int:
-    from . import commands
-
-    commands.require_mlx()
-    hook.default_engine = "lily"
+def _run_mlx_command(name: str, argv: Sequence[str]) -> int:
+    engine.require_mlx()
     hook.install()
     sys.argv = [f"lily-mlx {name}", *argv]
     importlib.import_module(f"mlx_lm.{name}").main()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,9 @@
 """Lily's model classes in mlx-lm's place: load, register, unregister, convert.
 
-mlx-lm looks a model class up by importing ``mlx_lm.models.<name>``, where ``MODEL_REMAPPING`` may rename the
-model type first. :func:`register` uses exactly that: it puts Lily's modules into ``sys.modules`` under such
-names and the names into ``MODEL_REMAPPING``.
+mlx-lm's ``load_model`` takes a function that gives the model class for a config; :func:`load` and the
+``--engine`` flag pass :func:`classes`. For callers of ``mlx_lm.load``, :func:`register` uses stock's own
+look-up, which imports ``mlx_lm.models.<name>``, where ``MODEL_REMAPPING`` may rename the model type first: it
+puts Lily's modules into ``sys.modules`` under such names and the names into ``MODEL_REMAPPING``.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import SUPPORTED_MODEL_TYPES, check_supported, check_tokenizer, read_checkpoint, resolve
-from .errors import BackendUnavailableError, UnsupportedModelError, UsageError
+from .errors import BackendUnavailableError, LilyError, UnsupportedModelError, UsageError, in_one_line
+from .settings import settings
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
 _PREFIX = "lily_"
-_lock = threading.RLock()
+_lock = threading.Lock()
+_replaced: dict[str, str | None] = {}  # what MODEL_REMAPPING held before register()
 
 
 def require_mlx() -> None:
@@ -31,7 +34,7 @@ def require_mlx() -> None:
         importlib.import_module("mlx.core")
     except ImportError as error:
         raise BackendUnavailableError(
-            f"MLX does not load here ({str(error).splitlines()[0]}); on Linux install a back-end with Lily: "
+            f"MLX does not load here ({in_one_line(error)}); on Linux install a back-end with Lily: "
             "pip install 'lily-mlx[cpu]', 'lily-mlx[cuda13]' or 'lily-mlx[cuda12]'"
         ) from None
 
@@ -43,9 +46,11 @@ def register() -> None:
 
     with _lock:
         for model_type in SUPPORTED_MODEL_TYPES:
-            module = importlib.import_module(f"lily_mlx.models.{model_type}")
-            sys.modules[f"mlx_lm.models.{_PREFIX}{model_type}"] = module
-            utils.MODEL_REMAPPING[model_type] = _PREFIX + model_type
+            name = _PREFIX + model_type
+            sys.modules[f"mlx_lm.models.{name}"] = importlib.import_module(f"lily_mlx.models.{model_type}")
+            if utils.MODEL_REMAPPING.get(model_type) != name:
+                _replaced[model_type] = utils.MODEL_REMAPPING.get(model_type)
+                utils.MODEL_REMAPPING[model_type] = name
 
 
 def unregister() -> None:
@@ -55,28 +60,25 @@ def unregister() -> None:
 
     with _lock:
         for model_type in SUPPORTED_MODEL_TYPES:
-            if utils.MODEL_REMAPPING.get(model_type) == _PREFIX + model_type:
-                del utils.MODEL_REMAPPING[model_type]
-            sys.modules.pop(f"mlx_lm.models.{_PREFIX}{model_type}", None)
+            name = _PREFIX + model_type
+            before = _replaced.pop(model_type, None)
+            if utils.MODEL_REMAPPING.get(model_type) == name:
+                if before is None:
+                    del utils.MODEL_REMAPPING[model_type]
+                else:
+                    utils.MODEL_REMAPPING[model_type] = before
+            sys.modules.pop(f"mlx_lm.models.{name}", None)
 
 
-def is_registered() -> bool:
-    """True between :func:`register` and :func:`unregister`."""
-    from mlx_lm import utils
+def classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], type]:
+    """Lily's model class and its arguments' class for a config: ``get_model_classes`` of stock's load_model.
 
-    return all(utils.MODEL_REMAPPING.get(name) == _PREFIX + name for name in SUPPORTED_MODEL_TYPES)
-
-
-@contextlib.contextmanager
-def _registered() -> Iterator[None]:
-    with _lock:
-        before = is_registered()
-        register()
-        try:
-            yield
-        finally:
-            if not before:
-                unregister()
+    Raises:
+        UsageError: see :func:`lily_mlx.checkpoint.check_supported`.
+    """
+    check_supported(config, "the model")
+    module = importlib.import_module(f"lily_mlx.models.{config['model_type']}")
+    return module.Model, module.ModelArgs
 
 
 def load(
@@ -105,51 +107,73 @@ def load(
         ``(model, tokenizer)`` or ``(model, tokenizer, config)``.
 
     Raises:
-        UnsupportedModelError: Lily has no class for the model type.
+        UnsupportedModelError: Lily has no class for the model type, or a size is beyond Lily's limits.
         UsageError: the checkpoint is missing, damaged or impossible.
         BackendUnavailableError: no MLX back-end is installed, or ``LILY_BACKEND`` names one that is not here.
     """
     require_mlx()
-    import mlx_lm
+    from mlx_lm import utils
 
     path = resolve(path_or_hf_repo, revision=revision)
     check(path)
-    with _registered(), one_line_errors(path):
-        return mlx_lm.load(
-            str(path),
-            tokenizer_config=tokenizer_config,
+    with one_line_errors(path):
+        model, config = utils.load_model(
+            path,
+            lazy,
             model_config=model_config,
-            adapter_path=adapter_path,
-            lazy=lazy,
-            return_config=return_config,
+            get_model_classes=classes,
             trust_remote_code=trust_remote_code,
         )
+        if adapter_path is not None:
+            model = utils.load_adapters(model, adapter_path)
+            model.eval()
+        tokenizer = utils.load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
-def check(path: Path) -> None:
-    """Raise unless Lily can run this checkpoint on this machine: back-end, config, weights, tokenizer.
+def check(path: Path, *, weights: bool = True) -> None:
+    """Raise unless Lily can run this checkpoint on this machine: settings, config, weights, tokenizer.
+
+    Args:
+        path: the checkpoint's folder.
+        weights: whether weights and tokenizer must be there already.
 
     Raises:
         UsageError: with one line that says what is wrong.
     """
+    check_settings()
+    read_checkpoint(path, weights=weights)
+    if weights:
+        check_tokenizer(path)
+
+
+def check_settings() -> None:
+    """Raise unless this machine has the back-end that is asked for, and ``LILY_DISABLE`` names only ops.
+
+    Raises:
+        BackendUnavailableError: ``LILY_BACKEND`` names a back-end that is not here.
+        UsageError: a variable has a value that means nothing.
+    """
     from .launch import backend
+    from .launch.kernel import all_kernels
 
     backend.resolve()
-    read_checkpoint(path)
-    check_tokenizer(path)
+    ops = [kernel.stem for kernel in all_kernels()]
+    if unknown := sorted(settings().disabled_ops.difference(ops)):
+        raise UsageError(
+            f"LILY_DISABLE names {', '.join(unknown)}; the ops that have a kernel are {', '.join(ops)}"
+        )
 
 
 @contextlib.contextmanager
-def one_line_errors(path: Path) -> Iterator[None]:
-    """Turn what stock raises for a checkpoint it cannot load into a UsageError of one line."""
+def one_line_errors(what: Path | str) -> Iterator[None]:
+    """Turn what stock raises when ``what`` cannot be loaded into a UsageError of one line."""
     try:
         yield
-    except UsageError:
+    except LilyError:
         raise
-    except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split())
-        shown = reason if len(reason) <= 300 else reason[:300] + " ..."
-        raise UsageError(f"{path} cannot be loaded: {shown or type(error).__name__}") from error
+    except Exception as error:  # a damaged checkpoint makes stock raise almost anything
+        raise UsageError(f"{what} cannot be loaded: {in_one_line(error)}") from error
 
 
 def convert(model: nn.Module) -> nn.Module:
@@ -162,9 +186,11 @@ def convert(model: nn.Module) -> nn.Module:
         The same object.
 
     Raises:
-        UnsupportedModelError: the model is of another class.
+        UnsupportedModelError: the model is of another class, or a size is beyond Lily's limits.
         UsageError: its sizes are impossible.
+        BackendUnavailableError: no MLX back-end is installed.
     """
+    require_mlx()
     from .models import adopt, lily_class
 
     cls = lily_class(type(model))

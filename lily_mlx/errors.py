@@ -12,8 +12,14 @@ class UsageError(LilyError, ValueError):
 
 
 class UnsupportedModelError(UsageError):
-    """The model type has no Lily class."""
+    """Lily has no class for the model type, or the model is beyond a limit of Lily's; stock may run it."""
 
 
 class BackendUnavailableError(UsageError):
     """The back-end that was asked for does not exist on this machine."""
+
+
+def in_one_line(error: BaseException, limit: int = 300) -> str:
+    """What an exception says, on one line of at most ``limit`` characters; its type if it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[:limit] + " ..."

@@ -50,8 +50,10 @@ class Report:
         from rich.console import Console
         from rich.table import Table
 
-        console = Console()
+        console = Console(markup=False, emoji=False)  # a path may hold [bold] or :smile:
         facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        facts.add_column(style="bold")
+        facts.add_column()
         for name, value in (
             ("model", self.model["path"]),
             ("type", f"{self.model['type']}, {_quantization_text(self.model['quantization'])}"),
@@ -60,7 +62,7 @@ class Report:
             ("back-end", f"{self.backend['used']}: {self.backend['why']}"),
             ("versions", ", ".join(f"{name} {number}" for name, number in self.versions.items())),
         ):
-            facts.add_row(f"[bold]{name}[/bold]", value)
+            facts.add_row(name, value)
         console.print(facts)
         ops = Table(title="ops of one forward pass")
         for column in ("op", "layers", "phase", "path", "why"):
@@ -90,7 +92,8 @@ def explain(path_or_repo: str | Path) -> Report:
     """
     engine.require_mlx()
     folder = checkpoint.resolve(path_or_repo, allow_patterns=["*.json"])
-    found = checkpoint.read_checkpoint(folder, weights=folder == Path(path_or_repo).expanduser())
+    engine.check_settings()
+    found = checkpoint.read_checkpoint(folder, weights=folder == Path(path_or_repo))
     used = backend.resolve()
     text = found.text_config
     return Report(

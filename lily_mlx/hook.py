@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
+from collections.abc import Sequence
 from typing import Any
 
 COMMANDS = ("generate", "chat", "server", "benchmark", "perplexity", "evaluate", "cache_prompt")
@@ -24,13 +25,10 @@ _MODULES = frozenset(f"mlx_lm.{name}" for name in COMMANDS)
 # `import mlx_lm` imports this module before anything of MLX: the last moment to say that MLX is not usable.
 _FIRST_MODULE = "mlx_lm.convert"
 
-default_engine = "mlx"
-"""What ``--engine`` is when neither the flag nor ``MLX_LM_ENGINE`` says; ``lily-mlx`` sets it to ``lily``."""
-
 
 def notice(name: str) -> None:
     """React to the coming import of a module of mlx_lm. Idempotent."""
-    if name == _FIRST_MODULE and _asked_for_lily(sys.argv):
+    if name == _FIRST_MODULE and _asks_for_lily(sys.orig_argv):
         from . import commands
 
         commands.require_mlx()
@@ -45,22 +43,34 @@ def install() -> None:
         return
 
     def parse_args(self: ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
-        spec = sys._getframe(1).f_globals.get("__spec__")
+        module = sys._getframe(1).f_globals
+        spec = module.get("__spec__")
         if spec is None or spec.name not in _MODULES:
             return original(self, args, namespace)
         from . import commands
 
-        commands.add_engine_argument(self, default_engine)
+        commands.add_engine_argument(self)
         parsed = original(self, args, namespace)
-        commands.start(self, parsed, spec.name.rpartition(".")[2])
+        commands.start(parsed, spec.name.rpartition(".")[2], module)
         return parsed
 
     parse_args.lily_wrapped = True  # type: ignore[attr-defined]
     ArgumentParser.parse_args = parse_args  # type: ignore[method-assign]
 
 
-def _asked_for_lily(argv: list[str]) -> bool:
-    """True if the command line of an mlx_lm command names Lily's engine, before any parser exists."""
-    program = argv[0].rpartition("/")[2] if argv else ""
-    words = " ".join(argv[1:]).replace("--engine=", "--engine ")
-    return program.startswith("mlx_lm") and ("--engine lily" in words or "--engine auto" in words)
+def _asks_for_lily(words: Sequence[str]) -> bool:
+    """True if the words that started this process are an mlx_lm command's with another engine than stock.
+
+    Asked before any parser exists. ``sys.argv`` would not do: it does not have the module's name yet when
+    ``python -m`` imports the package.
+    """
+    if not any(word.rpartition("/")[2].partition(".")[0] == "mlx_lm" for word in words):
+        return False
+    from .settings import default_engine
+
+    engine = default_engine()
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        flag, separator, value = word.partition("=")
+        if flag.startswith("--en") and "--engine".startswith(flag):  # argparse takes abbreviations
+            engine = value if separator else following
+    return engine in ("lily", "auto")

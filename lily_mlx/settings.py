@@ -62,15 +62,8 @@ def _settings(
 
 
 def default_engine() -> str | None:
-    """``MLX_LM_ENGINE``, the default of ``--engine``; None when unset.
-
-    Raises:
-        UsageError: it is not one of :data:`ENGINES`.
-    """
-    engine = os.environ.get("MLX_LM_ENGINE") or None
-    if engine is not None and engine not in ENGINES:
-        raise UsageError(f"MLX_LM_ENGINE is {engine!r}; it must be one of {', '.join(ENGINES)}")
-    return engine
+    """``MLX_LM_ENGINE``, the default of ``--engine``, as it is; None when unset."""
+    return os.environ.get("MLX_LM_ENGINE") or None
 
 
 def _user_cache_dir() -> Path:

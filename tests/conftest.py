@@ -47,13 +47,14 @@ def run_cli():
     The first word may be a console script (``mlx_lm.generate``), or ``python``.
     """
 
-    def run(*words, env=None, stdin=None, timeout=300, cwd=None):
+    def run(*words, env=None, stdin=None, stdout=subprocess.PIPE, timeout=300, cwd=None):
         program = sys.executable if words[0] == "python" else str(Path(sys.executable).parent / words[0])
         return subprocess.run(
             [program, *map(str, words[1:])],
             env={**os.environ, "COLUMNS": "120", **(env or {})},
             input=stdin,
-            capture_output=True,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
             text=True,
             timeout=timeout,
             cwd=cwd,

@@ -1,12 +1,14 @@
 """Public reports about this architecture, as checks on the plugin. The letter is the case."""
 
 import json
+import sys
 
 import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm import utils
 from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, QuantizedKVCache, make_prompt_cache
@@ -217,6 +219,44 @@ def test_g_the_registered_class_is_the_one_that_ran():
         lily_mlx.unregister()
     model, _ = mlx_lm.load(str(TINY), lazy=True)
     assert type(model).__module__ == "mlx_lm.models.qwen3_5_moe"
+
+
+def test_g_unregister_gives_back_what_was_there(monkeypatch):
+    monkeypatch.setitem(utils.MODEL_REMAPPING, "qwen3_5", "somebody_elses")
+    before = dict(utils.MODEL_REMAPPING)
+    lily_mlx.register()
+    lily_mlx.register()
+    assert utils.MODEL_REMAPPING["qwen3_5"] != "somebody_elses"
+    lily_mlx.unregister()
+    lily_mlx.unregister()
+    assert before == utils.MODEL_REMAPPING
+
+
+def test_g_load_changes_nothing_for_other_threads(monkeypatch):
+    """While lily_mlx.load runs, another thread's mlx_lm.load gives stock's class."""
+    stock, seen = utils.load_model, []
+
+    def load_model(*args, **kwargs):
+        seen.append(utils._get_classes({"model_type": "qwen3_5_moe"})[0].__module__)
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(utils, "load_model", load_model)
+    model, _ = lily_mlx.load(TINY, lazy=True)
+    assert type(model).__module__ == "lily_mlx.models.qwen3_5_moe"
+    assert seen == ["mlx_lm.models.qwen3_5_moe"]
+
+
+def test_g_the_next_command_of_a_process_is_stocks_again(run_in_process):
+    before = utils.load_model, utils.load_tokenizer, utils.load_adapters, utils._download, sys.excepthook
+    words = ("--model", TINY, "--prompt", "x", "--max-tokens", 1)
+    counts.clear()
+    assert run_in_process("generate", *words)[0] == 0
+    assert counts["model.qwen3_5_moe"] > 0
+    counts.clear()
+    assert run_in_process("generate", *words, engine="mlx")[0] == 0
+    assert not counts
+    after = utils.load_model, utils.load_tokenizer, utils.load_adapters, utils._download, sys.excepthook
+    assert after == before
 
 
 @pytest.mark.parametrize("engine", ["lily", "mlx", "auto"])

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import BackendUnavailableError
+from ...errors import BackendUnavailableError, UsageError
 from ...settings import settings
 
 RUNTIME_DIR = Path(__file__).parent
@@ -171,12 +171,22 @@ def _cached(key: str, suffix: str, make: Callable[[Path, Path], object]) -> Path
         lock = _locks.setdefault(target.name, threading.Lock())
     with lock:
         if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
+            with _build_folder(target.parent) as folder:
                 made = Path(folder) / f"made{suffix}"
                 make(Path(folder), made)
                 os.replace(made, target)
     return target
+
+
+def _build_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix="build-", dir=parent)
+    except OSError as error:
+        raise UsageError(
+            f"compiled kernels cannot be kept in {parent} ({error.strerror}); "
+            "set LILY_CACHE_DIR to a folder that can be written"
+        ) from None
 
 
 def _run(command: list[str], cwd: Path) -> None:
