@@ -107,7 +107,12 @@ def _check_kernels(args: argparse.Namespace) -> int:
     for path in args.paths:
         if not path.exists():
             raise UsageError(f"{path} does not exist; give .metal files or folders")
-    return strict.main_check(args.paths)
+        if path.is_file() and path.suffix not in (".metal", ".h"):
+            raise UsageError(f"{path} is not Metal source; give .metal files or folders")
+    try:
+        return strict.main_check(args.paths)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"a source is not UTF-8 text: {error}") from None
 
 
 def _run_mlx_command(name: str, argv: Sequence[str]) -> int:

@@ -90,6 +90,8 @@ _FLAGS = (
     "-fsyntax-only",
     "-Wno-everything",
     "-Werror=vla",
+    "-Werror=return-type",
+    "-Werror=c++11-narrowing",
     "-ferror-limit=0",
     "-fno-color-diagnostics",
     "-fno-caret-diagnostics",
@@ -174,7 +176,7 @@ def check_file(path: Path | str, *, metal: str | None = None) -> list[Diagnostic
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
-    return check_text(path.read_text(), str(path), folders=[path.parent], metal=metal)
+    return check_text(path.read_text(encoding="utf-8"), str(path), folders=[path.parent], metal=metal)
 
 
 def check_kernels() -> list[Diagnostic]:
@@ -283,7 +285,7 @@ def _inline(text: str, file: str, folders: Sequence[Path], seen: set[Path]) -> s
                 raise UsageError(f"{file}:{number}: there is no {include[1]}")
             if path not in seen:
                 seen.add(path)
-                inner = _inline(path.read_text(), include[1], [path.parent, *folders], seen)
+                inner = _inline(path.read_text(encoding="utf-8"), include[1], [path.parent, *folders], seen)
                 lines.append(f'#line 1 "{include[1]}"\n{inner}')
             lines.append(f'#line {number + 1} "{file}"')
         elif include:
@@ -454,4 +456,4 @@ def _complete_sources(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
                 yield stem, _complete(stem, body, header, call)
         else:
             for file in sorted(path.rglob("*.metal")) if path.is_dir() else [path]:
-                yield str(file), file.read_text()
+                yield str(file), file.read_text(encoding="utf-8")

@@ -424,3 +424,34 @@ def test_too_much_threadgroup_memory():
     source = INDEX + "threadgroup float a[8193];\na[i] = x[i];\nout[i] = a[i];"
     assert "32768" in str(fails(host.CompileError, source, threadgroup=64))
     launch(source.replace("8193", "8192"), threadgroup=64)
+
+
+def test_a_reused_slot_is_a_race_whatever_the_values():
+    """Sums by simdgroup go through two slots without a second barrier: whoever runs ahead overwrites them. The last
+    simdgroup to reach a barrier must not always be the first to leave it."""
+    source = """
+      uint i = thread_position_in_grid.x;
+      threadgroup float slots[2];
+      float total = 0;
+      for (int k = 0; k < 3; ++k) {
+        float sum = simd_sum(x[(i + k) % 64]);
+        if (thread_index_in_simdgroup == 0) slots[simdgroup_index_in_threadgroup] = sum;
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        total += slots[0] + slots[1];
+      }
+      y[i] = total;
+    """
+    kernel = host.metal_kernel(name="slots", input_names=["x"], output_names=["y"], source=source)
+
+    def call(schedule):
+        return kernel(
+            inputs=[mx.arange(1, 65, dtype=mx.float32)],
+            grid=(64, 1, 1),
+            threadgroup=(64, 1, 1),
+            output_shapes=[(64,)],
+            output_dtypes=[mx.float32],
+            schedule=schedule,
+        )
+
+    with pytest.raises(host.ScheduleDependence):
+        host.check_schedules(call)

@@ -380,7 +380,9 @@ void complete_collective(SimdGroup& g, Combine combine) {
   set_ready(g, g.active);
 }
 
-void release_barrier() {
+// Lets every simdgroup go on and returns the first in order: not the last to arrive, which would run ahead of
+// the others at every barrier, whatever the schedule.
+SimdGroup& release_barrier() {
   waiting_threads = 0;
   ready_places = 0;
   draw_order();
@@ -388,6 +390,7 @@ void release_barrier() {
     groups[i].at_barrier = 0;
     set_ready(groups[i], groups[i].live);
   }
+  return groups[group_order[0]];
 }
 
 // Of each simdgroup's pending collective, for a lane that leaves by `return` and so completes it.
@@ -442,8 +445,7 @@ void barrier(int line) {
          index, barrier_thread, barrier_line);
   if (!waiting_threads++) barrier_line = line, barrier_thread = index;
   g.at_barrier |= 1u << lane;
-  if (waiting_threads == live_threads) release_barrier();
-  run_next(g, &fibers[index].sp);
+  run_next(waiting_threads == live_threads ? release_barrier() : g, &fibers[index].sp);
 }
 
 void returned(int) { fibers[thread_index()].returned = true; }
@@ -475,8 +477,7 @@ void leave(Fiber& fiber) {
   } else if (g.waiting && g.waiting == g.live) {
     complete_collective(g, pending_combine[index / simd_width]);
   }
-  if (waiting_threads && waiting_threads == live_threads) release_barrier();
-  run_next(g, &fiber.sp);
+  run_next(waiting_threads && waiting_threads == live_threads ? release_barrier() : g, &fiber.sp);
 }
 
 void kernel_loop() {
