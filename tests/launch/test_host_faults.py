@@ -427,8 +427,10 @@ def test_too_much_threadgroup_memory():
 
 
 def test_a_reused_slot_is_a_race_whatever_the_values():
-    """Sums by simdgroup go through two slots without a second barrier: whoever runs ahead overwrites them. The
-    last simdgroup to reach a barrier must not always be the first to leave it."""
+    """Sums by simdgroup go through two slots without a second barrier: whoever runs ahead overwrites them.
+
+    The last simdgroup to reach a barrier must not always be the first to leave it.
+    """
     source = """
       uint i = thread_position_in_grid.x;
       threadgroup float slots[2];
