@@ -66,12 +66,16 @@ def test_decode_with_quantised_kv_cache(stock, lily, prompt, same):
 
 def test_ragged_left_padded_batch(stock, lily, reference):
     prompts = [reference[0][row, :n].tolist() for row, n in enumerate((12, 3, 41))]
-    results = [
-        batch_generate(model, tokenizer, prompts, max_tokens=12, verbose=False, prefill_step_size=8)
+    options = {"max_tokens": 12, "prefill_step_size": 8, "return_token_ids": True, "return_logprobs": True}
+    expected, actual = (
+        batch_generate(model, tokenizer, prompts, verbose=False, **options)
         for model, tokenizer in (stock, lily)
-    ]
-    assert results[0].texts == results[1].texts
-    assert all(results[0].texts)
+    )
+    assert all(expected.texts)
+    assert all(isinstance(x, float) for row in expected.logprobs for x in row)
+    assert actual.texts == expected.texts
+    assert actual.token_ids == expected.token_ids
+    assert actual.logprobs == expected.logprobs  # floats, each equal to the bit
 
 
 @pytest.mark.parametrize("direction", ["stock to lily", "lily to stock"])
