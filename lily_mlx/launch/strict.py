@@ -164,10 +164,10 @@ def check_text(
 
 
 def check_file(path: Path | str, *, metal: str | None = None) -> list[Diagnostic]:
-    """Check a Metal file that stands for itself: a ``.metal`` file with its kernels, or a header.
+    """Check a Metal file: one of Lily's kernels in every variant, or a file that stands for itself.
 
     Args:
-        path: the file. Includes are looked up from its folder and in MLX's headers.
+        path: the file, a ``.metal`` file or a header. Includes are looked up from its folder and in MLX's headers.
         metal: see :func:`check_text`.
 
     Raises:
@@ -176,19 +176,23 @@ def check_file(path: Path | str, *, metal: str | None = None) -> list[Diagnostic
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
+    if path.resolve().parent == source.KERNELS.resolve():
+        return check_kernels([path.stem])
     return check_text(path.read_text(encoding="utf-8"), str(path), folders=[path.parent], metal=metal)
 
 
-def check_kernels() -> list[Diagnostic]:
-    """Check every kernel of Lily, in every variant that its declaration names."""
+def check_kernels(stems: Sequence[str] | None = None) -> list[Diagnostic]:
+    """Check kernels of Lily, by default all, in every variant that their declarations name."""
     return sorted(
-        {d for stem, header, body, call in _kernel_calls() for d in check(stem, body, header, **call)}
+        {d for stem, header, body, call in _kernel_calls(stems) for d in check(stem, body, header, **call)}
     )
 
 
-def _kernel_calls() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """(stem, header, body, signature) of each variant of Lily's kernels."""
+def _kernel_calls(stems: Sequence[str] | None = None) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """(stem, header, body, signature) of each variant of Lily's kernels, or of those named."""
     for each in kernel.all_kernels():
+        if stems is not None and each.stem not in stems:
+            continue
         header, body = source.assemble(each, "metal")
         for variant in each.variants:
             call = each.example(variant)
