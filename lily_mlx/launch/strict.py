@@ -167,7 +167,7 @@ def check_file(path: Path | str, *, metal: str | None = None) -> list[Diagnostic
     """Check a Metal file: one of Lily's kernels in every variant, or a file that stands for itself.
 
     Args:
-        path: the file, a ``.metal`` file or a header. Includes are looked up from its folder and in MLX's headers.
+        path: a ``.metal`` file or a header. Includes are looked up from its folder and in MLX's headers.
         metal: see :func:`check_text`.
 
     Raises:
