@@ -20,14 +20,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +34,8 @@ import mlx.nn as nn
 from lily_mlx.launch import backend as backends
 from lily_mlx.ops import expert_down, expert_gate_up, qmv
 from lily_mlx.ops.packed import Packed
+
+from .machine import copy_bandwidth, environment
 
 Tile = dict[str, int]
 Step = Callable[[mx.array, int], mx.array]
@@ -341,33 +340,6 @@ def chain_of(step: Step, calls: int, backend: str) -> Callable[[mx.array], mx.ar
     return chain if backend == "host" else mx.compile(chain)
 
 
-def copy_bandwidth(size: int) -> float:
-    """Bytes per second read and written by an elementwise operation on float32."""
-    x = mx.zeros((size,), mx.float32)
-    mx.eval(x)
-    best = float("inf")
-    for _ in range(8):
-        start = time.perf_counter()
-        mx.eval(x + 1)
-        best = min(best, time.perf_counter() - start)
-    return 2 * x.nbytes / best
-
-
-def environment(backend: str) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return {
-        "commit": commit.stdout.strip() or None,
-        "backend": backend,
-        "chip": backends.chip(backend),
-        "device": mx.device_info().get("device_name"),
-        "os": platform.platform(),
-        "python": platform.python_version(),
-        "mlx": version("mlx"),
-    }
-
-
 def measure(job: Job, clock: Clock, backend: str, samples: int, deadline: float) -> Iterator[dict[str, Any]]:
     """A record for each arm of a job: MLX's ops first, then ours."""
     calls = 4 if backend == "host" else max(4, min(96, math.ceil(1.2e9 / job.nbytes)))
@@ -429,7 +401,7 @@ def main() -> int:
     began = time.perf_counter()
     mx.random.seed(0)
     about = environment(backend)
-    peak = copy_bandwidth((256 << 20) // options.shrink**2)
+    peak = copy_bandwidth((256 << 20) // options.shrink**2, rounds=8)
     clock = Clock(4096 // options.shrink)
     print(f"{about['device']} ({about['chip']}), mlx {about['mlx']}: copy {peak / 1e9:,.0f} GB/s")
     columns = f"{'job':>17} {'tile':>9} {'chain us':>9} {'gpu us':>8} {'low':>8} {'high':>8}"

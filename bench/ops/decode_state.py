@@ -1,6 +1,6 @@
 """Check and time the decode kernels that are bound by state and cache, at the shape of Qwen3.6-35B-A3B.
 
-    python bench/ops/decode_state.py --json results.jsonl
+    python -m bench.ops.decode_state --json results.jsonl
 
 gated_delta_step, qk_prepare, and attention_decode with attention_combine, batch 1, bfloat16. Every arm is
 checked against the fp32 reference before it is timed; one that is wrong or does not compile is reported and
@@ -14,14 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +28,8 @@ import mlx.core as mx
 
 from lily_mlx.launch import backend as backends
 from lily_mlx.ops import attention_decode, gated_delta_scan, gated_delta_step, qk_prepare
+
+from .machine import copy_bandwidth, environment
 
 DTYPE = mx.bfloat16
 Hk_LINEAR, Hv, Dk, Dv = 16, 32, 128, 128
@@ -329,33 +328,6 @@ def prepare(arm: Arm, deadline: float) -> None:
         arm.run = run
     except Exception as failure:  # a layout that a compiler refuses must not end the others' run
         arm.record["failure"] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second read and written by a large elementwise operation."""
-    x = mx.zeros((64 << 20,), mx.float32)
-    mx.eval(x)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        mx.eval(x + 1)
-        best = min(best, time.perf_counter() - start)
-    return 2 * x.nbytes / best
-
-
-def environment(backend: str) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return {
-        "commit": commit.stdout.strip() or None,
-        "backend": backend,
-        "chip": backends.chip(backend),
-        "device": mx.device_info().get("device_name"),
-        "os": platform.platform(),
-        "python": platform.python_version(),
-        "mlx": version("mlx"),
-    }
 
 
 def main() -> int:

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from lily_mlx.launch import backend as backends
 from lily_mlx.ops import gated_delta_scan as op
 
 from ..bridge import packed_scan
+from .machine import copy_bandwidth, environment
 
 Arrays = dict[str, mx.array]
 Arm = Callable[..., tuple[mx.array, mx.array]]
@@ -88,34 +86,6 @@ def chain(arm: Arm, arrays: Arrays, calls: int) -> float:
         results.append(y)
     mx.eval(results, state)
     return (time.perf_counter() - start) / calls
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second read and written by a large elementwise operation."""
-    x = mx.zeros((64 << 20,), mx.float32)
-    mx.eval(x)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        mx.eval(x + 1)
-        best = min(best, time.perf_counter() - start)
-    return 2 * x.nbytes / best
-
-
-def environment(backend: str) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return {
-        "commit": commit.stdout.strip() or None,
-        "backend": backend,
-        "chip": backends.chip(backend),
-        "device": mx.device_info().get("device_name"),
-        "os": platform.platform(),
-        "python": platform.python_version(),
-        "mlx": version("mlx"),
-        "mlx_lm": version("mlx-lm"),
-    }
 
 
 def main() -> int:
