@@ -1,6 +1,6 @@
 // The prelude for NVIDIA GPUs: a warp is a simdgroup, a block is a threadgroup, __shared__ is threadgroup
-// memory. Compiled by NVRTC inside mx.fast.cuda_kernel, which has already included cuda_bf16.h, cuda_fp16.h
-// and cooperative_groups.h. Meanings are those of prelude/msl.h.
+// memory. Compiled by NVRTC or nvcc; launch/cuda.py, or MLX, has already included cuda_bf16.h and cuda_fp16.h.
+// Meanings are those of prelude/msl.h.
 
 #define LILY_DEVICE
 #define LILY_CONSTANT

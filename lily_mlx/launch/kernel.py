@@ -323,8 +323,8 @@ def _function(
 ) -> Callable[..., list[mx.array]]:
     """The compiled-once object of one variant, under a name that no other variant has.
 
-    On CUDA, MLX looks a kernel up by name alone, in memory and in a folder that outlives the process, so the
-    name holds a digest of all that the code depends on: text, signature, template and math mode.
+    MLX looks a kernel up by name alone, so the name holds a digest of all that the code depends on: text,
+    signature, template and math mode.
     """
     header, body = source.assemble(kernel, backend)
     buffers = [buffer.name for buffer in kernel.inputs + kernel.outputs]
@@ -340,7 +340,7 @@ def _function(
     if backend == "cuda":
         from . import cuda
 
-        return cuda.build(description)
+        return cuda.build(description, input_dtypes, output_dtypes, dict(template))
     if backend == "host":
         from . import host
 

@@ -52,7 +52,7 @@ def compile_with_nvcc(kernel: Kernel, folder: Path) -> dict[int, dict[str, int]]
     assert result.returncode == 0, result.stderr
     found = {}
     for part in result.stderr.split("Compiling entry function")[1:]:
-        index = int(re.search(rf"{kernel.stem}_(\d+)E", part)[1])
+        index = int(re.search(rf"{kernel.stem}_(\d+)'", part)[1])
         shared = re.search(r"(\d+) bytes smem", part)
         found[index] = {
             "registers": int(re.search(r"Used (\d+) registers", part)[1]),
@@ -87,4 +87,4 @@ def test_an_error_names_the_line_of_the_metal_file(tmp_path):
 def test_without_cuda_the_launcher_says_so():
     description = {"name": "probe", "input_names": [], "output_names": ["y"], "header": "", "source": ""}
     with pytest.raises(BackendUnavailableError, match="NVIDIA"):
-        cuda.build(description)
+        cuda.build(description, [], [mx.float32], {})
