@@ -344,89 +344,118 @@ constexpr auto refract(V i, V n, T eta) {
 
 } // namespace lily::math
 
-#define LILY_USING_MATH \
-  using lily::math::abs; \
-  using lily::math::acos; \
-  using lily::math::acosh; \
-  using lily::math::asin; \
-  using lily::math::asinh; \
-  using lily::math::atan; \
-  using lily::math::atan2; \
-  using lily::math::atanh; \
-  using lily::math::ceil; \
-  using lily::math::clamp; \
-  using lily::math::copysign; \
-  using lily::math::cos; \
-  using lily::math::cosh; \
-  using lily::math::cospi; \
-  using lily::math::cross; \
-  using lily::math::distance; \
-  using lily::math::distance_squared; \
-  using lily::math::divide; \
-  using lily::math::dot; \
-  using lily::math::exp; \
-  using lily::math::exp10; \
-  using lily::math::exp2; \
-  using lily::math::fabs; \
+#define LILY_USING_TYPED(set) \
+  using set::abs; \
+  using set::acos; \
+  using set::acosh; \
+  using set::asin; \
+  using set::asinh; \
+  using set::atan; \
+  using set::atan2; \
+  using set::atanh; \
+  using set::ceil; \
+  using set::clamp; \
+  using set::copysign; \
+  using set::cos; \
+  using set::cosh; \
+  using set::cospi; \
+  using set::cross; \
+  using set::distance; \
+  using set::distance_squared; \
+  using set::divide; \
+  using set::dot; \
+  using set::exp; \
+  using set::exp10; \
+  using set::exp2; \
+  using set::fabs; \
+  using set::fdim; \
+  using set::floor; \
+  using set::fma; \
+  using set::fmax; \
+  using set::fmax3; \
+  using set::fmedian3; \
+  using set::fmin; \
+  using set::fmin3; \
+  using set::fmod; \
+  using set::fract; \
+  using set::length; \
+  using set::length_squared; \
+  using set::log; \
+  using set::log10; \
+  using set::log2; \
+  using set::max; \
+  using set::max3; \
+  using set::median3; \
+  using set::min; \
+  using set::min3; \
+  using set::mix; \
+  using set::pow; \
+  using set::powr; \
+  using set::rint; \
+  using set::round; \
+  using set::rsqrt; \
+  using set::saturate; \
+  using set::sign; \
+  using set::sin; \
+  using set::sinh; \
+  using set::sinpi; \
+  using set::smoothstep; \
+  using set::sqrt; \
+  using set::step; \
+  using set::tan; \
+  using set::tanh; \
+  using set::tanpi; \
+  using set::trunc;
+#define LILY_USING_OTHERS \
   using lily::math::faceforward; \
-  using lily::math::fdim; \
-  using lily::math::floor; \
-  using lily::math::fma; \
-  using lily::math::fmax; \
-  using lily::math::fmax3; \
-  using lily::math::fmedian3; \
-  using lily::math::fmin; \
-  using lily::math::fmin3; \
-  using lily::math::fmod; \
-  using lily::math::fract; \
   using lily::math::frexp; \
   using lily::math::ilogb; \
   using lily::math::ldexp; \
-  using lily::math::length; \
-  using lily::math::length_squared; \
-  using lily::math::log; \
-  using lily::math::log10; \
-  using lily::math::log2; \
-  using lily::math::max; \
-  using lily::math::max3; \
-  using lily::math::median3; \
-  using lily::math::min; \
-  using lily::math::min3; \
-  using lily::math::mix; \
   using lily::math::modf; \
   using lily::math::nextafter; \
   using lily::math::normalize; \
-  using lily::math::pow; \
-  using lily::math::powr; \
   using lily::math::reflect; \
   using lily::math::refract; \
-  using lily::math::rint; \
-  using lily::math::round; \
-  using lily::math::rsqrt; \
-  using lily::math::saturate; \
-  using lily::math::sign; \
-  using lily::math::sin; \
-  using lily::math::sincos; \
-  using lily::math::sinh; \
-  using lily::math::sinpi; \
-  using lily::math::smoothstep; \
-  using lily::math::sqrt; \
-  using lily::math::step; \
-  using lily::math::tan; \
-  using lily::math::tanh; \
-  using lily::math::tanpi; \
-  using lily::math::trunc;
+  using lily::math::sincos;
+
+#ifdef LILY_STRICT
+#include "overloads.h"
+#define LILY_TYPED lily::strict
+#else
+#define LILY_TYPED lily::math
+#endif
 
 namespace metal {
-LILY_USING_MATH
+LILY_USING_TYPED(LILY_TYPED)
+LILY_USING_OTHERS
 namespace fast {
-LILY_USING_MATH
+LILY_USING_TYPED(lily::math)
+LILY_USING_OTHERS
 }
 namespace precise {
-LILY_USING_MATH
+LILY_USING_TYPED(lily::math)
+LILY_USING_OTHERS
 }
 
 // Relations.
+#ifdef LILY_STRICT
+#define LILY_RELATION(name, result) \
+  constexpr bool name(float x) { \
+    return result; \
+  } \
+  constexpr bool name(half x) { \
+    return name(float(x)); \
+  } \
+  template <lily::Bfloat T> \
+  constexpr bool name(T x) { \
+    return name(float(x)); \
+  } \
+  template <lily::Vector V> \
+    requires(lily::is_real<lily::element_t<V>>) \
+  constexpr auto name(V v) { \
+    return lily::lift([](auto x) { return name(x); }, v); \
+  }
+#else
 #define LILY_RELATION(name, result) \
   template <lily::Scalar T> \
   constexpr bool name(T x0) { \
@@ -437,6 +466,7 @@ LILY_USING_MATH
   constexpr auto name(V v) { \
     return lily::lift([](auto x) { return name(x); }, v); \
   }
+#endif
 LILY_RELATION(isnan, __builtin_isnan(x))
 LILY_RELATION(isinf, __builtin_isinf(x) != 0)
 LILY_RELATION(isfinite, __builtin_isfinite(x))
@@ -484,6 +514,10 @@ constexpr bool all(V v) {
   }
   return held;
 }
+#ifdef LILY_STRICT
+using lily::strict::rotate;
+using lily::strict::select;
+#else
 template <typename T>
 constexpr T select(T a, T b, bool c) {
   return c ? b : a;
@@ -504,6 +538,7 @@ constexpr auto select(A a, B b, C c) {
   }
   return out;
 }
+#endif
 
 // Integers.
 template <lily::Integer T>
@@ -582,6 +617,7 @@ template <lily::Integer T>
 LILY_WRAPS constexpr T mad24(T x, T y, T z) {
   return T(x * y + z);
 }
+#ifndef LILY_STRICT
 template <lily::Integer A, lily::Integer B>
 LILY_WRAPS constexpr A rotate(A x, B by) {
   using U = make_unsigned_t<A>;
@@ -589,6 +625,7 @@ LILY_WRAPS constexpr A rotate(A x, B by) {
   unsigned n = unsigned(by) % bits;
   return n == 0 ? x : A(U(U(x) << n) | U(U(x) >> (bits - n)));
 }
+#endif
 template <lily::Integer T>
 LILY_WRAPS constexpr T extract_bits(T x, uint offset, uint bits) {
   if (bits == 0) {
@@ -619,7 +656,9 @@ LILY_LIFT_2(absdiff)
 LILY_LIFT_2(hadd)
 LILY_LIFT_2(rhadd)
 LILY_LIFT_2(mul24)
+#ifndef LILY_STRICT
 LILY_LIFT_2(rotate)
+#endif
 LILY_LIFT_3(madhi)
 LILY_LIFT_3(madsat)
 LILY_LIFT_3(mad24)
@@ -696,7 +735,9 @@ inline uint pack_half_to_snorm4x8(half4 x) {
 #undef LILY_LIFT_1
 #undef LILY_LIFT_2
 #undef LILY_LIFT_3
-#undef LILY_USING_MATH
+#undef LILY_USING_TYPED
+#undef LILY_USING_OTHERS
+#undef LILY_TYPED
 
 // The compiler's own names for these functions, which MLX's bfloat overloads call; `fast` says which
 // precision.
