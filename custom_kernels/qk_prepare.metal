@@ -1,76 +1,68 @@
-// Queries, keys and values of one token, ready for attention and for the cache.
+// Queries, keys and values of a sequence of tokens, ready for attention and for the cache.
 //
 //   q = rope(rmsnorm(q_raw) * q_weight),  k = rope(rmsnorm(k_raw) * k_weight),  v = v_raw
 //
-//   q_raw        [*]            InT   from element Q_OFFSET: Hq heads of D query elements, then D of the output gate
-//   k_raw        [*]            InT   Hk heads of D from K_OFFSET
-//   v_raw        [*]            InT   Hk heads of D from V_OFFSET
+//   q_raw        [B, T, *]      InT   Hq heads from column Q_OFFSET of Q_COLUMNS: D of the query, then D of the output gate
+//   k_raw        [B, T, *]      InT   Hk heads of D from column K_OFFSET of K_COLUMNS
+//   v_raw        [B, T, *]      InT   Hk heads of D from column V_OFFSET of V_COLUMNS
 //   q_weight     [D]            InT
 //   k_weight     [D]            InT
 //   frequencies  [*]            f32   ROTARY / 2, radians a position
-//   position     [8]            i32   position[0]: this token's, counted from 0
-//   q            [1, Hq, 1, D]  f32
-//   k            [1, Hk, 1, D]  InT
-//   v            [1, Hk, 1, D]  InT   v_raw, bit for bit
+//   position     [*]            i32   position[b]: of the first token of batch row b, counted from 0
+//   sizes        [8]            i32   sizes[0] = T, sizes[1] = B T
+//   q            [B, Hq, T, D]  QT
+//   k            [B, Hk, T, D]  InT
+//   v            [B, Hk, T, D]  InT   v_raw, bit for bit
 //
 // The first ROTARY elements of a head are rotated, element i with element i + ROTARY / 2. The three inputs may be one
-// buffer. The output gate stays where it is: the last pass of attention reads it there.
+// buffer. The output gate stays where it is: what follows attention reads it there.
 //
-// Who owns what: a threadgroup is one simdgroup and owns one head of q, k or v; a lane owns D / 32 elements in runs of
-// UNIT, and for the rotation the pairs lane, lane + 32, ...
+// Who owns what: a simdgroup owns HEADS neighbouring heads of one token, counted through those of q, of k and of v; a lane
+// owns D / 32 elements of each in runs of UNIT, and for the rotation the pairs lane, lane + 32, ... of every head, whose
+// rotations are the same. The elements that are rotated are exchanged through threadgroup memory, the others stay in
+// registers. Simdgroups share nothing.
 //
-// Limits: D a multiple of 32, ROTARY even and at most D, the offsets multiples of UNIT.
+// Limits: D a multiple of 32, ROTARY even and at most D, offsets and columns multiples of UNIT.
 //
-// Why q is fp32: it is read once, by attention, and 16 KB more cost nothing; rounding it is what would cost.
+// Why QT: one token's q is read once, and rounding it is what would cost, so it is fp32; a prompt's q is the operand of a
+// matrix product in the activation type.
 
 #include "common/rope.h"
 
 template <
-    typename InT, int Hq, int Hk, int D, int ROTARY, int Q_OFFSET, int K_OFFSET, int V_OFFSET, int EPS_BITS>
+    typename InT, typename QT, int Hq, int Hk, int D, int ROTARY, int Q_OFFSET, int Q_COLUMNS, int K_OFFSET,
+    int K_COLUMNS, int V_OFFSET, int V_COLUMNS, int EPS_BITS, int HEADS>
 struct QkPrepare {
   static_assert(D % 32 == 0, "D is a multiple of 32");
-  static_assert(ROTARY % 2 == 0 && ROTARY <= D, "ROTARY is even and at most D");
+  static_assert(ROTARY > 0 && ROTARY % 2 == 0 && ROTARY <= D, "ROTARY is even and at most D");
   enum : int {
     COLUMNS_PER_LANE = D / 32,
     UNIT = COLUMNS_PER_LANE % 8 == 0 ? 8 : COLUMNS_PER_LANE % 4 == 0 ? 4 : COLUMNS_PER_LANE % 2 == 0 ? 2 : 1,
     RUNS = COLUMNS_PER_LANE / UNIT,
     PAIRS = ROTARY / 2,
-    PAIRS_PER_LANE = (PAIRS + 31) / 32
+    PAIRS_PER_LANE = (PAIRS + 31) / 32,
+    ROTATED = (ROTARY + 7) / 8 * 8,  // elements of a head that are exchanged: whole runs
+    ALL_HEADS = Hq + 2 * Hk,
+    SIMDGROUPS_PER_TOKEN = (ALL_HEADS + HEADS - 1) / HEADS
   };
   static_assert(Q_OFFSET % UNIT == 0 && K_OFFSET % UNIT == 0 && V_OFFSET % UNIT == 0, "heads start at whole loads");
+  static_assert(Q_COLUMNS % UNIT == 0 && K_COLUMNS % UNIT == 0 && V_COLUMNS % UNIT == 0, "tokens too");
 
-  static LILY_INLINE void copy(LILY_DEVICE const InT* source, LILY_DEVICE InT* target, uint lane) {
+  static LILY_INLINE int column(int run, uint lane) {
+    return (run * 32 + int(lane)) * UNIT;
+  }
+
+  template <typename T>
+  static LILY_INLINE void store(LILY_DEVICE T* target, LILY_THREAD const f32* x, uint lane) {
     LILY_UNROLL
     for (int r = 0; r < RUNS; ++r) {
-      const int column = (r * 32 + int(lane)) * UNIT;
-      lily_store<UNIT>(target + column, lily_load<UNIT>(source + column));
+      lily_store<UNIT>(target + column(r, lane), lily_pack<T, UNIT>(x + r * UNIT));
     }
   }
 
-  template <typename OutT>
-  static LILY_INLINE void prepare(
-      LILY_DEVICE const InT* source,
-      LILY_DEVICE const InT* weight,
-      LILY_DEVICE const f32* frequencies,
-      i32 position,
-      LILY_DEVICE OutT* target,
-      LILY_THREADGROUP f32* row,  // [D]
-      uint lane) {
-    f32 x[COLUMNS_PER_LANE];
-    f32 scale[COLUMNS_PER_LANE];
-    LILY_UNROLL
-    for (int r = 0; r < RUNS; ++r) {
-      const int column = (r * 32 + int(lane)) * UNIT;
-      lily_unpack(lily_load<UNIT>(source + column), x + r * UNIT);
-      lily_unpack(lily_load<UNIT>(weight + column), scale + r * UNIT);
-    }
-    // The rotations need no data of the head, so they are computed while it is on its way.
-    lily_rotation rotations[PAIRS_PER_LANE == 0 ? 1 : PAIRS_PER_LANE];
-    LILY_UNROLL
-    for (int i = 0; i < PAIRS_PER_LANE; ++i) {
-      const int pair = i * 32 + int(lane);
-      rotations[i] = lily_rotation_at(position, pair < PAIRS ? frequencies[pair] : 0.0f);
-    }
+  // x * rsqrt(mean(x^2) + eps) * weight, in place; what is to be rotated also goes to shared.
+  static LILY_INLINE void normalise(
+      LILY_THREAD f32* x, LILY_DEVICE const InT* weight, LILY_THREADGROUP f32* shared, uint lane) {
     f32 squares = 0.0f;
     LILY_UNROLL
     for (int c = 0; c < COLUMNS_PER_LANE; ++c) {
@@ -79,38 +71,31 @@ struct QkPrepare {
     const f32 norm = lily_rsqrt(lily_simd_sum(squares) / f32(D) + lily_f32_from_bits(u32(EPS_BITS)));
     LILY_UNROLL
     for (int r = 0; r < RUNS; ++r) {
+      f32 scale[UNIT];
+      lily_unpack(lily_load<UNIT>(weight + column(r, lane)), scale);
       LILY_UNROLL
       for (int c = 0; c < UNIT; ++c) {
-        row[(r * 32 + int(lane)) * UNIT + c] = x[r * UNIT + c] * norm * scale[r * UNIT + c];
+        x[r * UNIT + c] = x[r * UNIT + c] * norm * scale[c];
+      }
+      if (column(r, lane) < ROTATED) {
+        lily_store<UNIT>(shared + column(r, lane), lily_pack<f32, UNIT>(x + r * UNIT));
       }
     }
-    lily_simdgroup_barrier();
-    LILY_UNROLL
-    for (int i = 0; i < PAIRS_PER_LANE; ++i) {
-      const int pair = i * 32 + int(lane);
-      if (pair < PAIRS) {
-        const f32 first = row[pair];
-        const f32 second = row[pair + PAIRS];
-        row[pair] = rotations[i].first(first, second);
-        row[pair + PAIRS] = rotations[i].second(second, first);
-      }
-    }
-    lily_simdgroup_barrier();
+  }
+
+  static LILY_INLINE void reload(LILY_THREADGROUP const f32* shared, LILY_THREAD f32* x, uint lane) {
     LILY_UNROLL
     for (int r = 0; r < RUNS; ++r) {
-      const int column = (r * 32 + int(lane)) * UNIT;
-      f32 values[UNIT];
-      LILY_UNROLL
-      for (int c = 0; c < UNIT; ++c) {
-        values[c] = row[column + c];
+      if (column(r, lane) < ROTATED) {
+        lily_unpack(lily_load<UNIT>(shared + column(r, lane)), x + r * UNIT);
       }
-      lily_store<UNIT>(target + column, lily_pack<OutT, UNIT>(values));
     }
   }
 };
 
 template <
-    typename InT, int Hq, int Hk, int D, int ROTARY, int Q_OFFSET, int K_OFFSET, int V_OFFSET, int EPS_BITS>
+    typename InT, typename QT, int Hq, int Hk, int D, int ROTARY, int Q_OFFSET, int Q_COLUMNS, int K_OFFSET,
+    int K_COLUMNS, int V_OFFSET, int V_COLUMNS, int EPS_BITS, int HEADS, int SIMDGROUPS>
 LILY_INLINE void qk_prepare(
     LILY_DEVICE const InT* q_raw,
     LILY_DEVICE const InT* k_raw,
@@ -119,27 +104,100 @@ LILY_INLINE void qk_prepare(
     LILY_DEVICE const InT* k_weight,
     LILY_DEVICE const f32* frequencies,
     LILY_DEVICE const i32* position,
-    LILY_DEVICE f32* q,
+    LILY_DEVICE const i32* sizes,
+    LILY_DEVICE QT* q,
     LILY_DEVICE InT* k,
     LILY_DEVICE InT* v,
-    LILY_THREADGROUP f32* row,
-    uint group,  // heads of q, then of k, then of v
+    LILY_THREADGROUP f32* shared,  // [SIMDGROUPS, HEADS, ROTATED]
+    uint group,
+    uint simdgroup,
     uint lane) {
-  using Prepare = QkPrepare<InT, Hq, Hk, D, ROTARY, Q_OFFSET, K_OFFSET, V_OFFSET, EPS_BITS>;
-  const int head = int(group);
-  const int kv_head = (head - Hq) % Hk;
-  if (head < Hq) {
-    Prepare::prepare(
-        q_raw + Q_OFFSET + head * (2 * D), q_weight, frequencies, position[0], q + head * D, row, lane);
-  } else if (head < Hq + Hk) {
-    Prepare::prepare(k_raw + K_OFFSET + kv_head * D, k_weight, frequencies, position[0], k + kv_head * D, row, lane);
-  } else {
-    Prepare::copy(v_raw + V_OFFSET + kv_head * D, v + kv_head * D, lane);
+  using Prepare = QkPrepare<
+      InT, QT, Hq, Hk, D, ROTARY, Q_OFFSET, Q_COLUMNS, K_OFFSET, K_COLUMNS, V_OFFSET, V_COLUMNS, EPS_BITS, HEADS>;
+  constexpr int UNIT = Prepare::UNIT;
+  const int T = sizes[0];
+  const int tokens = sizes[1];
+  const int index = int(group) * SIMDGROUPS + int(simdgroup);
+  const int token = index / Prepare::SIMDGROUPS_PER_TOKEN;
+  if (token >= tokens) {
+    return;  // the simdgroups of the last threadgroup that have no token
+  }
+  const int first = index % Prepare::SIMDGROUPS_PER_TOKEN * HEADS;
+  const int row = token / T;
+  const int t = token % T;
+  shared += int(simdgroup) * (HEADS * Prepare::ROTATED);
+
+  lily_vec<InT, UNIT> words[HEADS][Prepare::RUNS];
+  LILY_UNROLL
+  for (int i = 0; i < HEADS; ++i) {
+    const int head = lily_min(first + i, int(Prepare::ALL_HEADS) - 1);
+    LILY_DEVICE const InT* source = head < Hq ? q_raw + i64(token) * Q_COLUMNS + Q_OFFSET + head * (2 * D)
+        : head < Hq + Hk                      ? k_raw + i64(token) * K_COLUMNS + K_OFFSET + (head - Hq) * D
+                                              : v_raw + i64(token) * V_COLUMNS + V_OFFSET + (head - Hq - Hk) * D;
+    LILY_UNROLL
+    for (int r = 0; r < Prepare::RUNS; ++r) {
+      words[i][r] = lily_load<UNIT>(source + Prepare::column(r, lane));
+    }
+  }
+  // The rotations need no data of the heads, so they are computed while it is on its way.
+  lily_rotation rotations[Prepare::PAIRS_PER_LANE];
+  LILY_UNROLL
+  for (int p = 0; p < Prepare::PAIRS_PER_LANE; ++p) {
+    const int pair = p * 32 + int(lane);
+    rotations[p] = lily_rotation_at(position[row] + t, pair < Prepare::PAIRS ? frequencies[pair] : 0.0f);
+  }
+  f32 x[HEADS][Prepare::COLUMNS_PER_LANE];
+  LILY_UNROLL
+  for (int i = 0; i < HEADS; ++i) {
+    if (first + i < Hq + Hk) {
+      LILY_UNROLL
+      for (int r = 0; r < Prepare::RUNS; ++r) {
+        lily_unpack(words[i][r], x[i] + r * UNIT);
+      }
+      Prepare::normalise(x[i], first + i < Hq ? q_weight : k_weight, shared + i * Prepare::ROTATED, lane);
+    }
+  }
+  lily_simdgroup_barrier();
+  LILY_UNROLL
+  for (int i = 0; i < HEADS; ++i) {
+    if (first + i < Hq + Hk) {
+      LILY_UNROLL
+      for (int p = 0; p < Prepare::PAIRS_PER_LANE; ++p) {
+        const int pair = p * 32 + int(lane);
+        if (pair < Prepare::PAIRS) {
+          LILY_THREADGROUP f32* pairs = shared + i * Prepare::ROTATED + pair;
+          const f32 one = pairs[0];
+          const f32 other = pairs[Prepare::PAIRS];
+          pairs[0] = rotations[p].first(one, other);
+          pairs[Prepare::PAIRS] = rotations[p].second(other, one);
+        }
+      }
+    }
+  }
+  lily_simdgroup_barrier();
+  LILY_UNROLL
+  for (int i = 0; i < HEADS; ++i) {
+    const int head = first + i;
+    const i64 kv_offset = ((i64(row) * Hk + (head - Hq) % Hk) * T + t) * D;
+    if (head < Hq) {
+      Prepare::reload(shared + i * Prepare::ROTATED, x[i], lane);
+      Prepare::store(q + ((i64(row) * Hq + head) * T + t) * D, x[i], lane);
+    } else if (head < Hq + Hk) {
+      Prepare::reload(shared + i * Prepare::ROTATED, x[i], lane);
+      Prepare::store(k + kv_offset, x[i], lane);
+    } else if (head < Prepare::ALL_HEADS) {
+      LILY_UNROLL
+      for (int r = 0; r < Prepare::RUNS; ++r) {
+        lily_store<UNIT>(v + kv_offset + Prepare::column(r, lane), words[i][r]);
+      }
+    }
   }
 }
 
 // ---- body ----
-LILY_THREADGROUP_ARRAY(f32, row, D);
-qk_prepare<InT, Hq, Hk, D, ROTARY, Q_OFFSET, K_OFFSET, V_OFFSET, EPS_BITS>(
-    q_raw, k_raw, v_raw, q_weight, k_weight, frequencies, position, q, k, v, row,
-    threadgroup_position_in_grid.x, thread_index_in_simdgroup);
+LILY_THREADGROUP_ARRAY(f32, shared, SIMDGROUPS * HEADS * ((ROTARY + 7) / 8 * 8));
+qk_prepare<
+    InT, QT, Hq, Hk, D, ROTARY, Q_OFFSET, Q_COLUMNS, K_OFFSET, K_COLUMNS, V_OFFSET, V_COLUMNS, EPS_BITS, HEADS,
+    SIMDGROUPS>(
+    q_raw, k_raw, v_raw, q_weight, k_weight, frequencies, position, sizes, q, k, v, shared,
+    threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);

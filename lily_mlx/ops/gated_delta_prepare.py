@@ -259,7 +259,7 @@ def gated_delta_prepare_reference(
         qkv = mx.where(mask[..., None], qkv, 0)
     tokens = mx.concatenate([conv_state, qkv], axis=1)
     taps = conv_weight[..., 0].T.astype(f32)
-    mixed = sum(tokens[:, i : i + T].astype(f32) * taps[i] for i in range(CONV_WIDTH))
+    mixed = mx.stack([tokens[:, i : i + T].astype(f32) * taps[i] for i in range(CONV_WIDTH)]).sum(0)
     mixed = mixed * mx.sigmoid(mixed)
     q, k, v = mx.split(mixed, [Hk * Dk, 2 * Hk * Dk], axis=-1)
     q, k = (x.reshape(B, T, Hk, Dk) for x in (q, k))

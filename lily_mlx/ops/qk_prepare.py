@@ -1,83 +1,134 @@
-"""Query and key preparation of one token: RMSNorm, partial rotary embedding, and the new rows of the cache.
+"""Query and key preparation: RMSNorm, partial rotary embedding, and the new rows of the cache, for any T.
 
     q = rope(rmsnorm(q_raw) * q_weight);  k = rope(rmsnorm(k_raw) * k_weight);  v = v_raw
 
 | array | shape | dtype |
 | --- | --- | --- |
-| q_raw | any; for each of Hq heads from ``offsets[0]``: D of query, D of gate | bfloat16, float16, float32 |
-| k_raw, v_raw | any; Hk heads of D from ``offsets[1]`` and ``offsets[2]`` | as q_raw |
+| q_raw | [B, T, *]; Hq heads from column ``offsets[0]``: D of query, D of gate | bfloat16, float16, float32 |
+| k_raw, v_raw | B T equal rows; Hk heads of D from column ``offsets[1]``, ``offsets[2]`` | as q_raw |
 | q_weight, k_weight | [D] | as q_raw |
 | frequencies | [rotary / 2], radians a position; see :func:`rope_frequencies` | float32 |
-| position | [8]; ``position[0]`` is the token's position, counted from 0 | int32 |
-| q (result) | [1, Hq, 1, D] | float32 |
-| k, v (results) | [1, Hk, 1, D] | as q_raw |
+| position | [P], P at least B; ``position[b]`` is that of row b's first token, counted from 0 | int32 |
+| q (result) | [B, Hq, T, D] | float32, or as q_raw |
+| k, v (results) | [B, Hk, T, D] | as q_raw |
 
 The first ``rotary`` elements of a head are rotated, element i with element i + rotary / 2, as by
 ``mx.fast.rope`` with ``traditional=False``. q_raw, k_raw and v_raw may be one array. The output gate is left
-where it is: ``attention_decode`` reads it there.
+where it is: ``attention_decode`` and ``attention_gate`` read it there.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, TemplateValue, Variant, declare, launch
+from ..tiles import choose
+from .trust import self_check
 
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 NO_OFFSETS = (0, 0, 0)
 
 
 def _template(
-    dtype: mx.Dtype, Hq: int, Hk: int, D: int, rotary: int, offsets: Sequence[int], eps: float
+    dtype: mx.Dtype,
+    q_dtype: mx.Dtype,
+    Hq: int,
+    Hk: int,
+    D: int,
+    rotary: int,
+    columns: Sequence[int],
+    offsets: Sequence[int],
+    eps: float,
+    tile: Mapping[str, int],
 ) -> dict[str, TemplateValue]:
     return {
         "InT": dtype,
+        "QT": q_dtype,
         "Hq": Hq,
         "Hk": Hk,
         "D": D,
         "ROTARY": rotary,
         "Q_OFFSET": offsets[0],
+        "Q_COLUMNS": columns[0],
         "K_OFFSET": offsets[1],
+        "K_COLUMNS": columns[1],
         "V_OFFSET": offsets[2],
+        "V_COLUMNS": columns[2],
         "EPS_BITS": struct.unpack("<i", struct.pack("<f", eps))[0],
+        "HEADS": tile["heads"],
+        "SIMDGROUPS": tile["simdgroups"],
     }
 
 
-def _variant(dtype: mx.Dtype, Hq: int, Hk: int, D: int, rotary: int) -> Variant:
-    template = _template(dtype, Hq, Hk, D, rotary, NO_OFFSETS, 1e-6)
-    return Variant(template, {}, (32 * (Hq + 2 * Hk), 1, 1), (32, 1, 1))
+def _threads(
+    tokens: int, heads: int, tile: Mapping[str, int]
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Grid and threadgroup: simdgroups along the heads of all tokens."""
+    simdgroups = tokens * -(-heads // tile["heads"])
+    threads = 32 * tile["simdgroups"]
+    return (threads * -(-simdgroups // tile["simdgroups"]), 1, 1), (threads, 1, 1)
+
+
+def _variant(
+    dtype: mx.Dtype, q_dtype: mx.Dtype, T: int, Hq: int, Hk: int, D: int, rotary: int, **tile: int
+) -> Variant:
+    columns = [2 * (Hq + Hk) * D] * 3
+    offsets = (0, 2 * Hq * D, (2 * Hq + Hk) * D)
+    template = _template(dtype, q_dtype, Hq, Hk, D, rotary, columns, offsets, 1e-6, tile)
+    return Variant(template, {"B": 1, "T": T}, *_threads(T, Hq + 2 * Hk, tile))
 
 
 KERNEL = declare(
     Kernel(
         stem="qk_prepare",
         inputs=(
-            Buffer("q_raw", "*", "InT"),
+            Buffer("q_raw", "B T Q_COLUMNS", "InT"),
             Buffer("k_raw", "*", "InT"),
             Buffer("v_raw", "*", "InT"),
             Buffer("q_weight", "D", "InT"),
             Buffer("k_weight", "D", "InT"),
             Buffer("frequencies", "*", "float32"),
-            Buffer("position", "8", "int32"),
+            Buffer("position", "*", "int32"),
+            Buffer("sizes", "8", "int32"),
         ),
         outputs=(
-            Buffer("q", "1 Hq 1 D", "float32"),
-            Buffer("k", "1 Hk 1 D", "InT"),
-            Buffer("v", "1 Hk 1 D", "InT"),
+            Buffer("q", "B Hq T D", "QT"),
+            Buffer("k", "B Hk T D", "InT"),
+            Buffer("v", "B Hk T D", "InT"),
         ),
-        template=("InT", "Hq", "Hk", "D", "ROTARY", "Q_OFFSET", "K_OFFSET", "V_OFFSET", "EPS_BITS"),
+        template=(
+            "InT",
+            "QT",
+            "Hq",
+            "Hk",
+            "D",
+            "ROTARY",
+            "Q_OFFSET",
+            "Q_COLUMNS",
+            "K_OFFSET",
+            "K_COLUMNS",
+            "V_OFFSET",
+            "V_COLUMNS",
+            "EPS_BITS",
+            "HEADS",
+            "SIMDGROUPS",
+        ),
         variants=(
-            _variant(mx.bfloat16, 16, 2, 256, 64),
-            _variant(mx.float16, 8, 1, 256, 64),
-            _variant(mx.float32, 6, 2, 96, 24),
+            _variant(mx.bfloat16, mx.float32, 1, 16, 2, 256, 64, heads=1, simdgroups=1),
+            _variant(mx.bfloat16, mx.bfloat16, 70, 16, 2, 256, 64, heads=4, simdgroups=4),
+            _variant(mx.float16, mx.float16, 70, 8, 1, 256, 64, heads=2, simdgroups=8),
+            _variant(mx.float32, mx.float32, 5, 6, 2, 96, 24, heads=3, simdgroups=2),
         ),
-        threadgroup_bytes=lambda values: 4 * values["D"],
+        threadgroup_bytes=lambda values: (
+            4 * values["SIMDGROUPS"] * values["HEADS"] * ((values["ROTARY"] + 7) // 8 * 8)
+        ),
     )
 )
 
@@ -100,6 +151,7 @@ def supports(
     Hq: int,
     Hk: int,
     offsets: Sequence[int] = NO_OFFSETS,
+    q_dtype: mx.Dtype = mx.float32,
     backend: str | None = None,
 ) -> str | None:
     """None if the kernel takes these arrays on the back-end (by default the one in use), else the reason."""
@@ -112,22 +164,32 @@ def supports(
         return f"k_weight has shape {k_weight.shape}, not {(D,)}"
     if min(Hq, Hk) < 1:
         return f"no heads: Hq={Hq} Hk={Hk}"
+    if q_raw.ndim != 3 or q_raw.size == 0:
+        return f"q_raw has shape {q_raw.shape}, not [B, T, columns]"
+    B, T, _ = q_raw.shape
+    if B * T * (Hq + 2 * Hk) >= 2**31 - 2**16:
+        return f"q, k and v have {B * T * (Hq + 2 * Hk)} heads, more than the kernel counts"
     raw = {"q_raw": (q_raw, 2 * Hq * D), "k_raw": (k_raw, Hk * D), "v_raw": (v_raw, Hk * D)}
     for (name, (array, size)), offset in zip(raw.items(), offsets, strict=True):
-        if not 0 <= offset <= array.size - size:
-            return f"{name} has {array.size} elements; needs {size} from {offset}"
-        if offset % 8:
-            return f"{name} starts at element {offset}, not at a multiple of 8"
+        columns = array.size // (B * T)
+        if array.size % (B * T):
+            return f"{name} has {array.size} elements, not {B * T} equal rows"
+        if not 0 <= offset <= columns - size:
+            return f"{name} has {columns} columns; needs {size} from {offset}"
+        if offset % 8 or columns % 8:
+            return f"{name} starts at column {offset} of {columns}, which are not multiples of 8"
     if q_raw.dtype not in ACTIVATION_DTYPES:
         return f"q_raw is {q_raw.dtype}"
     same = {"k_raw": k_raw, "v_raw": v_raw, "q_weight": q_weight, "k_weight": k_weight}
     for name, array in same.items():
         if array.dtype != q_raw.dtype:
             return f"{name} is {array.dtype}, q_raw is {q_raw.dtype}"
-    if frequencies.dtype != mx.float32 or frequencies.ndim != 1 or 2 * frequencies.size > D:
-        return f"frequencies is {frequencies.dtype} {frequencies.shape}, not float32 of at most {D // 2}"
-    if position.dtype != mx.int32 or position.shape != (8,):
-        return f"position is {position.dtype} {position.shape}, not int32 (8,)"
+    if q_dtype not in (mx.float32, q_raw.dtype):
+        return f"q cannot be {q_dtype}: q_raw is {q_raw.dtype}"
+    if frequencies.dtype != mx.float32 or frequencies.ndim != 1 or not 2 <= 2 * frequencies.size <= D:
+        return f"frequencies is {frequencies.dtype} {frequencies.shape}, not float32 of 1 to {D // 2}"
+    if position.dtype != mx.int32 or position.ndim != 1 or position.size < B:
+        return f"position is {position.dtype} {position.shape}, not int32 of at least {B}"
     return None
 
 
@@ -146,24 +208,31 @@ def qk_prepare_reference(
     offsets: Sequence[int] = NO_OFFSETS,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """The preparation in plain MLX, in float32; q and k are float32, v has the dtype given."""
+    B, T, _ = q_raw.shape
     D, pairs = q_weight.size, frequencies.size
-    angles = position[0].astype(mx.float32) * frequencies
+    positions = position[:B, None] + mx.arange(T)
+    angles = positions[..., None, None].astype(mx.float32) * frequencies  # [B, T, 1, pairs]
     cosine, sine = mx.cos(angles), mx.sin(angles)
 
     def take(array: mx.array, offset: int, *shape: int) -> mx.array:
         size = int(np.prod(shape))
-        return array.reshape(-1)[offset : offset + size].reshape(shape)
+        return array.reshape(B, T, -1)[..., offset : offset + size].reshape(B, T, *shape)
 
     def prepare(x: mx.array, weight: mx.array) -> mx.array:
         x = x.astype(mx.float32)
         x = x * mx.rsqrt((x * x).mean(-1, keepdims=True) + eps) * weight.astype(mx.float32)
         first, second, rest = mx.split(x, [pairs, 2 * pairs], axis=-1)
         rotated = [first * cosine - second * sine, second * cosine + first * sine, rest]
-        return mx.concatenate(rotated, axis=-1)[None, :, None]
+        return mx.concatenate(rotated, axis=-1).transpose(0, 2, 1, 3)
 
-    q = prepare(take(q_raw, offsets[0], Hq, 2, D)[:, 0], q_weight)
+    q = prepare(take(q_raw, offsets[0], Hq, 2, D)[..., 0, :], q_weight)
     k = prepare(take(k_raw, offsets[1], Hk, D), k_weight)
-    return q, k, take(v_raw, offsets[2], 1, Hk, 1, D)
+    return q, k, take(v_raw, offsets[2], Hk, D).transpose(0, 2, 1, 3)
+
+
+@lru_cache(maxsize=256)
+def _sizes(B: int, T: int) -> mx.array:
+    return mx.array([T, B * T, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
 
 
 def qk_prepare(
@@ -179,6 +248,8 @@ def qk_prepare(
     Hk: int,
     eps: float = 1e-6,
     offsets: Sequence[int] = NO_OFFSETS,
+    q_dtype: mx.Dtype = mx.float32,
+    tile: Mapping[str, int] | None = None,
     backend: str | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Run the preparation on the GPU (or the host back-end).
@@ -187,7 +258,9 @@ def qk_prepare(
         q_raw ... position: see the module's table; :func:`supports` must answer None.
         Hq, Hk: query heads, and key and value heads.
         eps: of both RMSNorms.
-        offsets: first element of q_raw, k_raw and v_raw in their arrays, multiples of 8.
+        offsets: first column of q_raw, k_raw and v_raw in their arrays, multiples of 8.
+        q_dtype: of q.
+        tile: ``heads`` of a simdgroup and ``simdgroups`` of a threadgroup; by default from the tile table.
         backend: ``metal``, ``cuda`` or ``host``; by default the one in use.
 
     Returns:
@@ -196,15 +269,43 @@ def qk_prepare(
     Raises:
         ValueError: the arrays do not fit the kernel.
     """
+    B, T, _ = q_raw.shape
     D = q_weight.size
+    backend = backend or backends.resolve()
+    if tile is None:
+        tile = choose("qk_prepare", backends.chip(backend), T=T, D=D)
+    columns = [array.size // (B * T) for array in (q_raw, k_raw, v_raw)]
+    grid, threadgroup = _threads(B * T, Hq + 2 * Hk, tile)
     q, k, v = launch(
         KERNEL,
-        [q_raw, k_raw, v_raw, q_weight, k_weight, frequencies, position],
-        template=_template(q_raw.dtype, Hq, Hk, D, 2 * frequencies.size, offsets, eps),
-        grid=(32 * (Hq + 2 * Hk), 1, 1),
-        threadgroup=(32, 1, 1),
-        output_shapes=[(1, Hq, 1, D), (1, Hk, 1, D), (1, Hk, 1, D)],
-        output_dtypes=[mx.float32, q_raw.dtype, q_raw.dtype],
+        [q_raw, k_raw, v_raw, q_weight, k_weight, frequencies, position, _sizes(B, T)],
+        template=_template(
+            q_raw.dtype, q_dtype, Hq, Hk, D, 2 * frequencies.size, columns, offsets, eps, tile
+        ),
+        grid=grid,
+        threadgroup=threadgroup,
+        output_shapes=[(B, Hq, T, D), (B, Hk, T, D), (B, Hk, T, D)],
+        output_dtypes=[q_dtype, q_raw.dtype, q_raw.dtype],
         backend=backend,
     )
     return q, k, v
+
+
+@self_check("qk_prepare")
+def _self_check(backend: str) -> str | None:
+    """Three tokens of heads of the real size, in one projection, against the reference."""
+    B, T, Hq, Hk, D = 1, 3, 3, 1, 256
+    keys = mx.random.split(mx.random.key(0), 3)
+    projected = mx.random.normal((B, T, 2 * (Hq + Hk) * D), key=keys[0]).astype(mx.bfloat16)
+    weights = [mx.random.uniform(0.5, 1.5, (D,), key=key).astype(mx.bfloat16) for key in keys[1:]]
+    position = mx.array([1000] * 8, dtype=mx.int32)
+    operands = (projected, projected, projected, *weights, rope_frequencies(64, 1e7), position)
+    heads: dict[str, Any] = {"Hq": Hq, "Hk": Hk, "offsets": (0, 2 * Hq * D, (2 * Hq + Hk) * D)}
+    got = qk_prepare(*operands, **heads, backend=backend)
+    want = qk_prepare_reference(*operands, **heads)
+    # bfloat16 rounds k once, by at most 2^-8 of it; an angle of 1,000 radians is 3e-5 off; v is copied.
+    for name, ours, theirs, bound in zip("qkv", got, want, (2**-12, 2**-7, 0.0), strict=True):
+        error: Any = (mx.abs(ours.astype(mx.float32) - theirs).max() / mx.abs(theirs).max()).item()
+        if not error <= bound:
+            return f"{name} is {error:.1e} off the reference, allowed {bound:.1e}"
+    return None

@@ -11,6 +11,7 @@ from lily_mlx.launch import backend as backends
 from lily_mlx.launch import host, source
 from lily_mlx.launch.kernel import host_options
 from lily_mlx.ops import qk_prepare as op
+from lily_mlx.tiles import table
 
 BACKENDS = [name for name in source.BACKENDS if backends.available(name)]
 
@@ -18,7 +19,15 @@ BACKENDS = [name for name in source.BACKENDS if backends.available(name)]
 SMALL = (6, 3, 96, 24)
 
 
-def problem(shape, dtype=mx.float32, position=5, seed=0) -> dict:
+TILES = [
+    {"heads": 4, "simdgroups": 4},
+    {"heads": 5, "simdgroups": 2},
+    {"heads": 1, "simdgroups": 1},
+]
+
+
+def problem(shape, dtype=mx.float32, position=5, B=1, T=1, seed=0) -> dict:
+    """Batch row b starts at ``position + 7 b``; what lies past the batch rows in position is not read."""
     Hq, Hk, D, rotary = shape
     rng = np.random.default_rng(seed)
 
@@ -26,23 +35,25 @@ def problem(shape, dtype=mx.float32, position=5, seed=0) -> dict:
         return mx.array((rng.normal(size=axes) * scale + shift).astype(np.float32)).astype(dtype)
 
     return {
-        "q_raw": normal(1, 1, Hq * 2 * D),
-        "k_raw": normal(1, 1, Hk * D),
-        "v_raw": normal(1, 1, Hk * D),
+        "q_raw": normal(B, T, Hq * 2 * D),
+        "k_raw": normal(B, T, Hk * D),
+        "v_raw": normal(B, T, Hk * D),
         "q_weight": normal(D, scale=0.2, shift=1.0),
         "k_weight": normal(D, scale=0.2, shift=1.0),
         "frequencies": op.rope_frequencies(rotary, 1e7),
-        "position": mx.array([position, *[-1] * 7], dtype=mx.int32),
+        "position": mx.array([*(position + 7 * b for b in range(B)), *[-99] * 7], dtype=mx.int32),
         "Hq": Hq,
         "Hk": Hk,
     }
 
 
-def check(arguments: dict, backend: str, angle_error: float = 0.0) -> tuple[mx.array, mx.array, mx.array]:
+def check(
+    arguments: dict, backend: str, angle_error: float = 0.0, tile=None
+) -> tuple[mx.array, mx.array, mx.array]:
     assert op.supports(**{k: v for k, v in arguments.items() if k != "eps"}, backend=backend) is None
-    q, k, v = op.qk_prepare(**arguments, backend=backend)
-    want_q, want_k, want_v = op.qk_prepare_reference(**arguments)
-    assert q.dtype == mx.float32
+    q, k, v = op.qk_prepare(**arguments, tile=tile, backend=backend)
+    want_q, want_k, want_v = op.qk_prepare_reference(**{k: v for k, v in arguments.items() if k != "q_dtype"})
+    assert q.dtype == arguments.get("q_dtype", mx.float32)
     assert k.dtype == arguments["q_raw"].dtype
     assert_close("q", q, want_q, 1e-5 + angle_error)
     assert_close("k", k, want_k, 1e-5 + angle_error)
@@ -72,6 +83,41 @@ def checked_host():
 )
 def test_shapes(backend, dtype, shape, why):
     check(problem(shape, dtype), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("T", [1, 2, 3, 63, 64, 65])
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile.values())))
+def test_every_layout_and_length(backend, tile, T):
+    check(problem((2, 1, 64, 24), B=2, T=T), backend, (T + 12) * 2.0**-24, tile)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
+def test_queries_in_the_activation_type(backend, dtype):
+    check({**problem(SMALL, dtype, T=17), "q_dtype": dtype}, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_qwens_heads_with_the_prefill_tile(backend):
+    check({**problem((16, 2, 256, 64), mx.bfloat16, T=18), "q_dtype": mx.bfloat16}, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_is_the_same_in_any_sequence(backend):
+    """In a prompt, in a batch and alone, at the same position: the same bits, by any tile."""
+    arguments = problem(SMALL, mx.bfloat16, B=2, T=20)
+    together = op.qk_prepare(**arguments, backend=backend)
+    token = {name: arguments[name][1:, 18:19] for name in ("q_raw", "k_raw", "v_raw")}
+    position = mx.array([5 + 7 + 18] * 8, dtype=mx.int32)
+    alone = op.qk_prepare(**{**arguments, **token, "position": position}, backend=backend)
+    assert all(mx.array_equal(x[1:, :, 18:19], y) for x, y in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_positions_below_zero(backend):
+    """What stock's batched caches give to the padding on the left."""
+    check(problem(SMALL, position=-4, B=2, T=6), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -130,8 +176,9 @@ def test_epsilon_of_the_norms(backend):
 
 
 def test_no_schedule_changes_a_bit():
-    arguments = problem((2, 1, 64, 24))
-    host.check_schedules(lambda: op.qk_prepare(**arguments, backend="host"))
+    arguments = problem((2, 1, 64, 24), T=3)
+    tile = {"heads": 3, "simdgroups": 4}
+    host.check_schedules(lambda: op.qk_prepare(**arguments, tile=tile, backend="host"))
 
 
 def test_the_text_for_apple_silicon_runs_on_the_host(monkeypatch):
@@ -140,9 +187,10 @@ def test_the_text_for_apple_silicon_runs_on_the_host(monkeypatch):
     check(problem(SMALL, mx.bfloat16), "host")
 
 
-def test_on_metal_it_is_one_dispatch():
+@pytest.mark.parametrize("T", [1, 70])
+def test_on_metal_it_is_one_dispatch(T):
     """Traced on any machine: nothing is copied, padded or converted around the kernel."""
-    arguments = problem((2, 1, 64, 32), mx.bfloat16)
+    arguments = problem((2, 1, 64, 32), mx.bfloat16, T=T)
     heads = {name: arguments.pop(name) for name in ("Hq", "Hk")}
     names: list[str] = []
 
@@ -165,13 +213,19 @@ def test_on_metal_it_is_one_dispatch():
         ({"q_weight": mx.zeros((80,))}, "D must be a multiple of 32"),
         ({"k_weight": mx.zeros((64,))}, "k_weight has shape"),
         ({"Hk": 0}, "no heads"),
-        ({"Hq": 7}, "q_raw has 1152 elements; needs 1344 from 0"),
-        ({"offsets": (0, 8, 0)}, "k_raw has 288 elements; needs 288 from 8"),
-        ({"v_raw": mx.zeros((300,)), "offsets": (0, 0, 4)}, "not at a multiple of 8"),
+        ({"Hq": 7}, "q_raw has 1152 columns; needs 1344 from 0"),
+        ({"offsets": (0, 8, 0)}, "k_raw has 288 columns; needs 288 from 8"),
+        ({"v_raw": mx.zeros((296,)), "offsets": (0, 0, 4)}, "not multiples of 8"),
+        ({"v_raw": mx.zeros((300,))}, "not multiples of 8"),
+        ({"q_raw": mx.zeros((1152,))}, "not [B, T, columns]"),
+        ({"q_raw": mx.zeros((1, 5, 1152))}, "k_raw has 288 elements, not 5 equal rows"),
+        ({"q_dtype": mx.float16}, "q cannot be mlx.core.float16"),
         ({"k_raw": mx.zeros((288,), mx.float16)}, "k_raw is mlx.core.float16"),
-        ({"q_raw": mx.zeros((1152,), mx.int32)}, "q_raw is mlx.core.int32"),
-        ({"frequencies": mx.zeros((49,))}, "not float32 of at most 48"),
-        ({"position": mx.zeros((1,), mx.int32)}, "not int32 (8,)"),
+        ({"q_raw": mx.zeros((1, 1, 1152), mx.int32)}, "q_raw is mlx.core.int32"),
+        ({"frequencies": mx.zeros((49,))}, "not float32 of 1 to 48"),
+        ({"frequencies": mx.zeros((0,))}, "not float32 of 1 to 48"),
+        ({"position": mx.zeros((8,))}, "not int32 of at least 1"),
+        ({"position": mx.zeros((), mx.int32)}, "not int32 of at least 1"),
     ],
 )
 def test_supports_gives_the_reason(change, reason):
@@ -182,3 +236,16 @@ def test_supports_gives_the_reason(change, reason):
 def test_supports_without_a_gpu(monkeypatch):
     monkeypatch.setenv("LILY_BACKEND", "ops")
     assert op.supports(**problem(SMALL)) == "no GPU back-end"
+
+
+def test_every_tile_of_the_table_launches():
+    """A wrong tile would only show on the chip that it is for."""
+    for choice in table("qk_prepare"):
+        check(problem((16, 2, 256, 64), mx.bfloat16, T=2), "host", tile=choice["tile"])
+
+
+def test_the_self_check_passes_and_can_fail(monkeypatch):
+    assert op._self_check("host") is None
+    reference = op.qk_prepare_reference
+    monkeypatch.setattr(op, "qk_prepare_reference", lambda *a, **k: reference(*a, **{**k, "eps": 0.5}))
+    assert "q is" in op._self_check("host")
