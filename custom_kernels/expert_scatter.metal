@@ -19,7 +19,7 @@
 
 template <int E, int TOP_K, int CHUNK_TOKENS, int TOKENS, int SIMDGROUPS>
 struct ExpertScatter {
-  static_assert(TOKENS % CHUNK_TOKENS == 0, "a threadgroup begins where a chunk does");
+  static_assert(TOKENS % CHUNK_TOKENS == 0, "tokens begin where a chunk does");
   using Counts = lily_expert_counts<E>;
   using Groups = lily_expert_groups<E, TOP_K, TOKENS, SIMDGROUPS>;
   enum : int {
