@@ -13,6 +13,7 @@
 #define LILY_NO_UNROLL _Pragma("unroll 1")
 #define LILY_INFINITY __int_as_float(0x7f800000)
 #define LILY_THREADGROUP_ARRAY(type, name, count) __shared__ __align__(16) type name[count]
+#define LILY_ABSENT(name) const bool* const name = nullptr
 
 // The thread attributes that a body names; on Metal they are parameters that MLX adds.
 #define thread_position_in_grid \
@@ -524,3 +525,188 @@ struct lily_tile {
     }
   }
 };
+
+// ---- tile products with quantised matrices -----------------------------------------------------------
+// Meanings are those of prelude/host.h.
+//
+// 16-bit A: rows of 128 bytes whose eight 16-byte chunks are permuted by the row, so that neither writing rows nor
+// reading columns of chunks meets a bank twice. Values of a chunk lie in the order 0 4 1 5 2 6 3 7, in which a
+// word's 4-bit numbers come apart two at a time; the order of k does not matter to a sum over k.
+template <typename T>
+struct lily_packed_left {
+  static LILY_INLINE void put(T* a, int row, int chunk, lily_vec<T, 8> values) {
+    if constexpr (sizeof(T) == 2) {
+      const uint4 v = values.parts[0];
+      values.parts[0] = make_uint4(
+          __byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+          __byte_perm(v.y, v.w, 0x7632));
+      lily_store(a + row * 64 + (chunk ^ (row & 7)) * 8, values);
+    } else {
+      lily_store(a + row * 64 + chunk * 8, values);
+    }
+  }
+};
+
+template <typename T>
+struct lily_detail_pair;
+template <>
+struct lily_detail_pair<bf16> {
+  using type = __nv_bfloat162;
+  enum : u32 { MAGIC = 0x43004300u };  // 128: the last bit of its significand is 1
+};
+template <>
+struct lily_detail_pair<fp16> {
+  using type = __half2;
+  enum : u32 { MAGIC = 0x64006400u };  // 1024
+};
+
+template <typename A, typename B>
+struct lily_detail_same {
+  enum : bool { VALUE = false };
+};
+template <typename A>
+struct lily_detail_same<A, A> {
+  enum : bool { VALUE = true };
+};
+
+// Lane l holds, of each fragment of 8 rows, row l / 4 and of it the columns 16 * (l % 4) to 16 * (l % 4) + 15.
+template <typename T, typename ScaleT, int N, int BITS, int GROUP>
+struct lily_packed_right {
+  static_assert(N % 16 == 0 && (BITS == 4 || BITS == 8) && GROUP % 32 == 0, "N % 16, 4 or 8 bits, groups of 32 i");
+  enum : int { FRAGMENTS = N / 8, WORDS = BITS / 2 };
+  lily_vec<u32, WORDS> words[FRAGMENTS];
+  ScaleT scales[FRAGMENTS];
+  ScaleT biases[FRAGMENTS];
+
+  LILY_INLINE void load(
+      const u32* first_words, const ScaleT* first_scales, const ScaleT* first_biases, int row_columns,
+      int first_column, int row_count, u32 lane) {
+    const int own_column = first_column + int(lane % 4) * 16;
+    LILY_UNROLL
+    for (int f = 0; f < FRAGMENTS; ++f) {
+      const int row = lily_min(f * 8 + int(lane / 4), row_count - 1);
+      words[f] = lily_load<WORDS>(first_words + (row * row_columns + own_column) / (32 / BITS));
+      const int group = row * (row_columns / GROUP) + own_column / GROUP;
+      scales[f] = first_scales[group];
+      biases[f] = first_biases[group];
+    }
+  }
+
+  // The numbers of the lane's columns 8 * half to 8 * half + 7 in fragment f, in pairs of T: 0 4, 1 5, 2 6, 3 7.
+  LILY_INLINE void detail_expand(int f, int half, u32* pairs) const {
+    if constexpr (BITS == 4 && sizeof(ScaleT) == 2 && lily_detail_same<T, ScaleT>::VALUE) {
+      using pair = typename lily_detail_pair<T>::type;
+      const u32 word = lily_word(words[f], half);
+      const u32 magic = lily_detail_pair<T>::MAGIC;
+      const pair start = *reinterpret_cast<const pair*>(&magic);
+      const pair scale = {scales[f], scales[f]};
+      const pair bias = {biases[f], biases[f]};
+      LILY_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const u32 bits = ((word >> (4 * i)) & 0x000f000fu) | magic;
+        // Both steps round as the formula does: the difference is exact.
+        const pair numbers = __hfma2(__hsub2(*reinterpret_cast<const pair*>(&bits), start), scale, bias);
+        pairs[i] = *reinterpret_cast<const u32*>(&numbers);
+      }
+    } else {
+      const f32 scale = lily_to_f32(scales[f]);
+      const f32 bias = lily_to_f32(biases[f]);
+      LILY_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        f32 low;
+        f32 high;
+        if constexpr (BITS == 4) {
+          low = lily_nibble_f32(lily_word(words[f], half), i);
+          high = lily_nibble_f32(lily_word(words[f], half), i + 4);
+        } else {
+          low = lily_byte_f32(lily_word(words[f], 2 * half), i);
+          high = lily_byte_f32(lily_word(words[f], 2 * half + 1), i);
+        }
+        pairs[i] = lily_pack2<T>(lily_fma(low, scale, bias), lily_fma(high, scale, bias));
+      }
+    }
+  }
+};
+
+// fp32 has no tensor cores here: the matrix stays in memory.
+template <typename ScaleT, int N, int BITS, int GROUP>
+struct lily_packed_right<f32, ScaleT, N, BITS, GROUP> {
+  const u32* weights;
+  const ScaleT* scales;
+  const ScaleT* biases;
+  int columns;
+  int column;
+  int rows;
+
+  LILY_INLINE void load(
+      const u32* first_words, const ScaleT* first_scales, const ScaleT* first_biases, int row_columns,
+      int first_column, int row_count, u32 lane) {
+    weights = first_words;
+    scales = first_scales;
+    biases = first_biases;
+    columns = row_columns;
+    column = first_column;
+    rows = row_count;
+  }
+
+  LILY_INLINE f32 detail_number(int n, int k) const {
+    const int row = lily_min(n, rows - 1);
+    k += column;
+    const u32 word = weights[(row * columns + k) / (32 / BITS)];
+    const f32 number = static_cast<f32>((word >> (k % (32 / BITS) * BITS)) & ((1u << BITS) - 1u));
+    const int group = row * (columns / GROUP) + k / GROUP;
+    return lily_fma(number, lily_to_f32(scales[group]), lily_to_f32(biases[group]));
+  }
+};
+
+template <int COUNT, typename T, typename ScaleT, int M, int N, int BITS, int GROUP>
+LILY_INLINE void lily_multiply_packed(
+    lily_tile<T, M, N>* c, const T* a, const lily_packed_right<T, ScaleT, N, BITS, GROUP>* b, int rows, u32 lane) {
+  if constexpr (sizeof(T) == 2) {
+    enum : int { ROW_FRAGMENTS = M / 16, COL_FRAGMENTS = N / 8 };
+    const int row = int(lane / 4);
+    LILY_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      u32 b_words[COUNT][COL_FRAGMENTS][4];
+      LILY_UNROLL
+      for (int t = 0; t < COUNT; ++t) {
+        LILY_UNROLL
+        for (int f = 0; f < COL_FRAGMENTS; ++f) {
+          b[t].detail_expand(f, half, b_words[t][f]);
+        }
+      }
+      const T* chunk = a + row * 64 + ((int(lane % 4) * 2 + half) ^ row) * 8;
+      LILY_UNROLL
+      for (int i = 0; i < ROW_FRAGMENTS; ++i) {
+        const uint4 low = lily_load<8>(chunk + i * 16 * 64).parts[0];
+        const uint4 high = lily_load<8>(chunk + (i * 16 + 8) * 64).parts[0];
+        const u32 a_words[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
+        if (i * 16 < rows) {
+          LILY_UNROLL
+          for (int step = 0; step < 2; ++step) {
+            LILY_UNROLL
+            for (int t = 0; t < COUNT; ++t) {
+              LILY_UNROLL
+              for (int f = 0; f < COL_FRAGMENTS; ++f) {
+                lily_detail_mma(
+                    c[t].values + (i * COL_FRAGMENTS + f) * 4, a_words[step], b_words[t][f] + step * 2, T());
+              }
+            }
+          }
+        }
+      }
+    }
+  } else {
+    for (int k = 0; k < 64; ++k) {
+      LILY_UNROLL
+      for (int t = 0; t < COUNT; ++t) {
+        LILY_UNROLL
+        for (int i = 0; i < lily_tile<T, M, N>::ELEMENTS; ++i) {
+          const int row = lily_tile<T, M, N>::row(i, lane);
+          const int col = lily_tile<T, M, N>::col(i, lane);
+          c[t].values[i] = lily_fma(a[row * 64 + k], b[t].detail_number(col, k), c[t].values[i]);
+        }
+      }
+    }
+  }
+}

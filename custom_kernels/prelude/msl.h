@@ -5,6 +5,7 @@
 //   LILY_DEVICE, LILY_CONSTANT, LILY_THREADGROUP, LILY_THREAD   address space of a pointer
 //   LILY_TABLE                                                  a constant array at file scope
 //   LILY_THREADGROUP_ARRAY(type, name, count)                   in a body only; 16-byte aligned
+// and one that the launcher puts before a body: LILY_ABSENT(name), an optional input that a call leaves out.
 
 #include <metal_stdlib>
 #include <metal_simdgroup>
@@ -21,6 +22,7 @@ using namespace metal;
 #define LILY_INLINE inline __attribute__((always_inline))
 #define LILY_INFINITY INFINITY
 #define LILY_THREADGROUP_ARRAY(type, name, count) alignas(16) threadgroup type name[count]
+#define LILY_ABSENT(name) const device bool* const name = nullptr
 
 using f32 = float;
 using fp16 = half;

@@ -21,6 +21,11 @@ def vector(rng: np.random.Generator, *shape: int, dtype=mx.float32) -> mx.array:
     return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
 
 
+def as_unquantised(packed: Packed, dtype: mx.Dtype) -> mx.array:
+    """The numbers of a matrix rounded to ``dtype``, in float32."""
+    return packed.dequantised().astype(dtype).astype(mx.float32)
+
+
 def unpacked(packed: Packed) -> np.ndarray:
     """The numbers of a matrix in float64, taken apart by hand."""
     words = np.array(packed.weight)

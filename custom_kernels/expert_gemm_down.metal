@@ -1,0 +1,87 @@
+// The second half of the experts of many tokens: down projections, rows grouped by expert, results by token and slot.
+//
+//   y[rows[r]] = down_e h[r]                   r: grouped row, of expert e
+//
+//   h             [R, M]           InT
+//   rows          [R]              i32     t * (TOP_K + 1) + slot of each grouped row: a permutation
+//   blocks        [B, 4]           i32     expert, first grouped row, rows (1 to ROWS), 0; used ones first
+//   count         [8]              i32     count[0]: blocks used
+//   down_*        [E, H, ...]      weights [M*BITS/32] u32, scales and biases [M/GROUP] ScaleT
+//   shared_*      [H, ...]         likewise: the shared expert, which blocks call expert E
+//   y             [R, H]           InT     not weighted
+//
+// Who owns what: a threadgroup owns a block of rows and SIMDGROUPS * COLS columns of y, a simdgroup COLS of them. Each
+// row of y is one grouped row's, so nobody adds. See common/tile_product.h.
+//
+// Limits: M a multiple of 64 and of GROUP; H of 16; COLS <= H. Sums are fp32; y is rounded once.
+//
+// Why this order: as in expert_gemm_gate_up.metal.
+
+#include "common/tile_product.h"
+
+template <
+    typename InT, typename ScaleT, int M, int H, int E, int GROUP, int BITS, int ROWS, int COLS, int SIMDGROUPS>
+struct ExpertGemmDown {
+  using Product = lily_tile_product<InT, ScaleT, 1, ROWS, COLS, M, BITS, GROUP, SIMDGROUPS>;
+  using Matrix = lily_packed_rows_at<ScaleT>;
+  enum : int { COLUMN_BLOCKS = (H + COLS * SIMDGROUPS - 1) / (COLS * SIMDGROUPS) };
+
+  LILY_DEVICE const InT* h;
+  LILY_DEVICE const i32* rows;
+  LILY_DEVICE const i32* blocks;
+  LILY_DEVICE InT* y;
+  LILY_THREADGROUP InT* memory;
+  uint thread_index;
+  uint simdgroup;
+  uint lane;
+
+  LILY_INLINE void run(Matrix down, Matrix shared, int block, int column_block) {
+    const int expert = blocks[block * 4];
+    const int first_row = blocks[block * 4 + 1];
+    const int block_rows = blocks[block * 4 + 2];
+    // The last columns are moved up to end with H; what they share with those before is written once.
+    const int owned = (column_block * SIMDGROUPS + int(simdgroup)) * COLS;
+    const int column = lily_min(owned, H - COLS);
+    const bool is_shared = expert == E;
+    const Matrix chosen = {
+        is_shared ? shared.words : down.words, is_shared ? shared.scales : down.scales,
+        is_shared ? shared.biases : down.biases};
+    const Matrix matrices[1] = {
+        lily_rows_from<M, BITS, GROUP>(chosen, is_shared ? i64(column) : i64(expert) * H + column)};
+
+    Product product;
+    product.memory = memory;
+    product.thread_index = int(thread_index);
+    product.lane = lane;
+    u32 starts[Product::LOADS];
+    LILY_UNROLL
+    for (int i = 0; i < Product::LOADS; ++i) {
+      starts[i] = u32(first_row + product.row_of_load(i)) * u32(M / 8);
+    }
+    product.run(h, starts, block_rows, matrices, COLS);
+
+    LILY_UNROLL
+    for (int i = 0; i < Product::Tile::ELEMENTS; i += 2) {
+      const int tile_row = Product::Tile::row(i, lane);
+      const int tile_col = column + Product::Tile::col(i, lane);
+      if (tile_row < block_rows && tile_col >= owned) {
+        lily_store(
+            y + i64(rows[first_row + tile_row]) * H + tile_col, lily_pack<InT, 2>(product.tiles[0].values + i));
+      }
+    }
+  }
+};
+
+// ---- body ----
+using Op = ExpertGemmDown<InT, ScaleT, M, H, E, GROUP, BITS, ROWS, COLS, SIMDGROUPS>;
+using Memory = lily_product_buffers<InT, ROWS>;
+LILY_THREADGROUP_ARRAY(InT, memory, Memory::TOTAL);
+const int block = int(threadgroup_position_in_grid.x) / int(Op::COLUMN_BLOCKS);
+if (block < count[0]) {
+  Op op = {
+      h, rows, blocks, y, memory, thread_index_in_threadgroup, simdgroup_index_in_threadgroup,
+      thread_index_in_simdgroup};
+  op.run(
+      {down_weight, down_scales, down_biases}, {shared_weight, shared_scales, shared_biases}, block,
+      int(threadgroup_position_in_grid.x) % int(Op::COLUMN_BLOCKS));
+}
