@@ -6,9 +6,8 @@
 //   S  <- g S + beta (v - g S k) k^T                              S [Dv, Dk], one per value head
 //   y   = silu(z) * norm_weight * rmsnorm(S q)
 //
-//   qkv          [*]            InT   2 Hk Dk + Hv Dv channels from element QKV_OFFSET: q, k, v
-//   z            [*]            InT   Hv Dv elements from Z_OFFSET
-//   b, a         [*]            InT   Hv elements from B_OFFSET, A_OFFSET
+//   projected    [*]            InT   qkv: 2 Hk Dk + Hv Dv channels from element QKV_OFFSET: q, k, v
+//                                     z: Hv Dv elements from Z_OFFSET; b, a: Hv elements from B_OFFSET, A_OFFSET
 //   conv_weight  [C, 4, 1]      InT   C = 2 Hk Dk + Hv Dv
 //   conv_state   [1, 3, C]      InT   the three tokens before this one, oldest first
 //   A_log        [Hv]           ALogT
@@ -19,8 +18,6 @@
 //   conv_out     [1, 3, C]      InT   conv_state moved up by this token, bit for bit
 //   state_out    [1, Hv, Dv, Dk] f32
 //
-// The four projections may be one buffer, given four times with different offsets.
-//
 // Who owns what: a threadgroup owns value head h, which reads key head h / (Hv / Hk). It computes the conv and
 // the norms of its key head itself; of the threadgroups that share a key head, the first alone writes the conv
 // state of that head's channels. LANES neighbouring lanes own a row of S (a value channel), lane l its columns
@@ -28,10 +25,10 @@
 //
 // Limits: Dk and Dv multiples of 32; Dk a multiple of 4 LANES; Dv a multiple of SIMDGROUPS 32 / LANES.
 //
-// Why this order: the kernel is one trip to memory, not arithmetic. All of S that a lane owns is requested before
-// anything else is, so that the conv, the norms and the gates are computed while S is on its way; 8 lanes a row
-// still read whole lines of 128 bytes and need 3 shuffles a sum where 32 lanes need 5, for 4 times as many sums.
-// Everything is fp32 between the loads and the stores.
+// Why this order: the kernel is one trip to memory, not arithmetic. Every load is requested before any result of one
+// is used, so that there is one wait and not three; the state comes last, because it is the longest and the conv, the
+// norms and the gates are computed while it is on its way. 8 lanes a row still read whole lines of 128 bytes and need 3
+// shuffles a sum where 32 lanes need 5, for 4 times as many sums. Everything is fp32 between the loads and the stores.
 
 #include "common/gates.h"
 #include "common/row_sum.h"
@@ -40,10 +37,7 @@ template <
     typename InT, typename ALogT, int Dk, int Dv, int Hk, int Hv,
     int QKV_OFFSET, int Z_OFFSET, int B_OFFSET, int A_OFFSET, int EPS_BITS, int LANES, int SIMDGROUPS>
 LILY_INLINE void gated_delta_step(
-    LILY_DEVICE const InT* qkv,
-    LILY_DEVICE const InT* z,
-    LILY_DEVICE const InT* b,
-    LILY_DEVICE const InT* a,
+    LILY_DEVICE const InT* projected,
     LILY_DEVICE const InT* conv_weight,
     LILY_DEVICE const InT* conv_state,
     LILY_DEVICE const ALogT* A_log,
@@ -70,6 +64,8 @@ LILY_INLINE void gated_delta_step(
   constexpr int PASSES = Dv / ROWS_PER_PASS;
   constexpr int THREADS = SIMDGROUPS * 32;
   constexpr int OUTPUTS_PER_THREAD = (Dv + THREADS - 1) / THREADS;
+  constexpr int HEAD_CHANNELS = 2 * Dk + Dv;
+  constexpr int CHANNELS_PER_THREAD = (HEAD_CHANNELS + THREADS - 1) / THREADS;
   constexpr int CHANNELS = 2 * Hk * Dk + Hv * Dv;
   constexpr int HEADS_PER_KEY_HEAD = Hv / Hk;
 
@@ -80,6 +76,36 @@ LILY_INLINE void gated_delta_step(
   const int first_row = int(simdgroup) * (32 / LANES) + int(lane) / LANES;
   const i64 state_offset = (i64(head) * Dv + first_row) * Dk + lane_in_row * UNIT;
 
+  int channels[CHANNELS_PER_THREAD];
+  lily_vec<InT, 4> conv_words[CHANNELS_PER_THREAD];
+  InT tokens[CHANNELS_PER_THREAD][4];  // oldest first
+  LILY_UNROLL
+  for (int i = 0; i < CHANNELS_PER_THREAD; ++i) {
+    // Threads without a channel read the last one: a branch would end in a wait.
+    const int c = lily_min(i * THREADS + int(thread_index), HEAD_CHANNELS - 1);
+    const int channel = c < Dk ? key_head * Dk + c
+        : c < 2 * Dk           ? (Hk + key_head) * Dk + c - Dk
+                               : 2 * Hk * Dk + head * Dv + c - 2 * Dk;
+    channels[i] = channel;
+    conv_words[i] = lily_load<4>(conv_weight + channel * 4);
+    LILY_UNROLL
+    for (int t = 0; t < 3; ++t) {
+      tokens[i][t] = conv_state[t * CHANNELS + channel];
+    }
+    tokens[i][3] = projected[QKV_OFFSET + channel];
+  }
+  const InT b = projected[B_OFFSET + head];
+  const InT a = projected[A_OFFSET + head];
+  const InT bias = dt_bias[head];
+  const ALogT log_rate = A_log[head];
+  InT z[OUTPUTS_PER_THREAD];
+  InT gains[OUTPUTS_PER_THREAD];
+  LILY_UNROLL
+  for (int i = 0; i < OUTPUTS_PER_THREAD; ++i) {
+    const int row = lily_min(i * THREADS + int(thread_index), Dv - 1);
+    z[i] = projected[Z_OFFSET + head * Dv + row];
+    gains[i] = norm_weight[row];
+  }
   lily_vec<f32, UNIT> words[PASSES][RUNS];
   LILY_UNROLL
   for (int i = 0; i < PASSES; ++i) {
@@ -88,39 +114,30 @@ LILY_INLINE void gated_delta_step(
       words[i][r] = lily_load<UNIT>(state + state_offset + i * (ROWS_PER_PASS * Dk) + r * (LANES * UNIT));
     }
   }
-  f32 gain[OUTPUTS_PER_THREAD];  // what the normalised readout is multiplied by
-  LILY_UNROLL
-  for (int i = 0; i < OUTPUTS_PER_THREAD; ++i) {
-    const int row = i * THREADS + int(thread_index);
-    if (row < Dv) {
-      const f32 gate = lily_to_f32(z[Z_OFFSET + head * Dv + row]);
-      gain[i] = gate * lily_sigmoid(gate) * lily_to_f32(norm_weight[row]);
-    }
-  }
-  const f32 rate = lily_sigmoid(lily_to_f32(b[B_OFFSET + head]));
-  const f32 step = lily_softplus(lily_to_f32(a[A_OFFSET + head]) + lily_to_f32(dt_bias[head]));
-  const f32 decay = lily_exp(-lily_exp(lily_to_f32(A_log[head])) * step);
 
-  for (int i = int(thread_index); i < 2 * Dk + Dv; i += THREADS) {
-    const int channel = i < Dk ? key_head * Dk + i
-        : i < 2 * Dk           ? (Hk + key_head) * Dk + i - Dk
-                               : 2 * Hk * Dk + head * Dv + i - 2 * Dk;
-    f32 weight[4];
-    lily_unpack(lily_load<4>(conv_weight + channel * 4), weight);
-    const InT second = conv_state[CHANNELS + channel];
-    const InT third = conv_state[2 * CHANNELS + channel];
-    const InT newest = qkv[QKV_OFFSET + channel];
-    f32 sum = lily_to_f32(conv_state[channel]) * weight[0];
-    sum = lily_fma(lily_to_f32(second), weight[1], sum);
-    sum = lily_fma(lily_to_f32(third), weight[2], sum);
-    sum = lily_fma(lily_to_f32(newest), weight[3], sum);
-    mixed[i] = sum * lily_sigmoid(sum);
-    if (i >= 2 * Dk || owns_key_head) {
-      conv_out[channel] = second;
-      conv_out[CHANNELS + channel] = third;
-      conv_out[2 * CHANNELS + channel] = newest;
+  LILY_UNROLL
+  for (int i = 0; i < CHANNELS_PER_THREAD; ++i) {
+    f32 weights[4];
+    lily_unpack(conv_words[i], weights);
+    f32 sum = 0.0f;
+    LILY_UNROLL
+    for (int t = 0; t < 4; ++t) {
+      sum = lily_fma(lily_to_f32(tokens[i][t]), weights[t], sum);
+    }
+    const int c = i * THREADS + int(thread_index);
+    if (c < HEAD_CHANNELS) {
+      mixed[c] = sum * lily_sigmoid(sum);
+      if (c >= 2 * Dk || owns_key_head) {
+        LILY_UNROLL
+        for (int t = 0; t < 3; ++t) {
+          conv_out[t * CHANNELS + channels[i]] = tokens[i][t + 1];
+        }
+      }
     }
   }
+  const f32 rate = lily_sigmoid(lily_to_f32(b));
+  const f32 step = lily_softplus(lily_to_f32(a) + lily_to_f32(bias));
+  const f32 decay = lily_exp(-lily_exp(lily_to_f32(log_rate)) * step);
   lily_threadgroup_barrier();
 
   f32 q[COLUMNS_PER_LANE];
@@ -187,7 +204,9 @@ LILY_INLINE void gated_delta_step(
   for (int i = 0; i < OUTPUTS_PER_THREAD; ++i) {
     const int row = i * THREADS + int(thread_index);
     if (row < Dv) {
-      y[head * Dv + row] = lily_from_f32<InT>(readout[row] * scale * gain[i]);
+      const f32 gate = lily_to_f32(z[i]);
+      const f32 gain = gate * lily_sigmoid(gate) * lily_to_f32(gains[i]);
+      y[head * Dv + row] = lily_from_f32<InT>(readout[row] * scale * gain);
     }
   }
 }
@@ -197,6 +216,6 @@ LILY_THREADGROUP_ARRAY(f32, mixed, 2 * Dk + Dv);
 LILY_THREADGROUP_ARRAY(f32, readout, Dv);
 gated_delta_step<
     InT, ALogT, Dk, Dv, Hk, Hv, QKV_OFFSET, Z_OFFSET, B_OFFSET, A_OFFSET, EPS_BITS, LANES, SIMDGROUPS>(
-    qkv, z, b, a, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, y, conv_out, state_out, mixed, readout,
+    projected, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, y, conv_out, state_out, mixed, readout,
     threadgroup_position_in_grid.x, thread_index_in_threadgroup, simdgroup_index_in_threadgroup,
     thread_index_in_simdgroup);

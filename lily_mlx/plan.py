@@ -207,13 +207,14 @@ class _Examples:
         projected = self._zeros(1, 1, channels + self._value_width() + 2 * Hv)
         return self._ask(
             gated_delta_step,
-            *[projected] * 4,
+            projected,
             self._zeros(channels, width, 1),
             self._zeros(1, width - 1, channels),
             *[self._zeros(Hv)] * 2,
             self._zeros(Dv),
             self._zeros(1, Hv, Dv, Dk, dtype=mx.float32),
             Hk=Hk,
+            offsets=(0, channels, channels + self._value_width(), channels + self._value_width() + Hv),
         )
 
     def _prepare(self) -> str | None:

@@ -126,62 +126,41 @@ def step_arms(backend: str, layers: int) -> Iterator[Arm]:
         "norm_weight": normal(Dv),
     }
     mx.eval(weights)
-    # One projection's result: qkv, z, b and a one after another.
-    fused = normal(1, 1, C + Hv * Dv + 2 * Hv)
-    offsets = (0, 0, C + Hv * Dv, C + Hv * Dv + Hv)
-    z = normal(1, 1, Hv * Dv)
-    conv_states = [normal(1, 3, C) for _ in range(layers)]
+    fused = normal(1, 1, C + Hv * Dv + 2 * Hv)  # qkv, z, b and a one after another
+    heads: dict[str, Any] = {"Hk": Hk_LINEAR, "offsets": (0, C, C + Hv * Dv, C + Hv * Dv + Hv)}
+    conv_state = normal(1, 3, C)
     states = [normal(1, Hv, Dv, Dk, dtype=mx.float32) for _ in range(layers)]
 
-    def call(z: mx.array, conv_state: mx.array, state: mx.array, fused: mx.array, **options: Any):
-        return gated_delta_step.gated_delta_step(
-            fused,
-            z,
-            fused,
-            fused,
-            conv_state=conv_state,
-            state=state,
-            **weights,
-            Hk=Hk_LINEAR,
-            offsets=offsets,
-            **options,
-        )
+    def call(conv_state: mx.array, state: mx.array, **options: Any):
+        recurrent = {"conv_state": conv_state, "state": state}
+        return gated_delta_step.gated_delta_step(fused, **weights, **recurrent, **heads, **options)
 
     want = gated_delta_step.gated_delta_step_reference(
-        fused,
-        z,
-        fused,
-        fused,
-        conv_state=conv_states[0],
-        state=states[0],
-        **weights,
-        Hk=Hk_LINEAR,
-        offsets=offsets,
+        fused, **weights, conv_state=conv_state, state=states[0], **heads
     )
     mx.eval(want)
-    moved = 2 * states[0].nbytes + 2 * conv_states[0].nbytes + 2 * (C + 2 * Hv * Dv + 4 * C)
+    moved = 2 * states[0].nbytes + 2 * conv_state.nbytes + 2 * (C + 2 * Hv * Dv + 4 * C)
 
     for lanes, simdgroups in STEP_TILES:
         options = {"tile": {"lanes": lanes, "simdgroups": simdgroups}, "backend": backend}
 
         def errors(options=options) -> list[float]:
-            got = call(z, conv_states[0], states[0], fused, **options)
+            got = call(conv_state, states[0], **options)
             return [error(g, w) for g, w in zip(got, want, strict=True)]
 
-        # The output of a layer is the gate input of the next: it has the size, and each call waits for it.
-        def chain(y, conv_states, states, options=options):
-            conv_results, state_results = [], []
-            for conv_state, state in zip(conv_states, states, strict=True):
-                y, conv_state, state = call(y, conv_state, state, fused, **options)
-                conv_results.append(conv_state)
-                state_results.append(state)
-            return y, conv_results, state_results
+        # Each layer's conv state is the next one's: it has the size, and each call waits for the one before.
+        def chain(conv_state, states, options=options):
+            results = []
+            for state in states:
+                y, conv_state, state = call(conv_state, state, **options)
+                results += [y, state]
+            return conv_state, results
 
         yield Arm(
             f"lanes {lanes}, simdgroups {simdgroups}",
             errors,
             chain,
-            (z, conv_states, states),
+            (conv_state, states),
             layers,
             moved,
             1,

@@ -65,7 +65,7 @@ class GatedDeltaNet(stock.GatedDeltaNet):
             self.conv_dim + self.value_dim + self.num_v_heads,
         )
         weights = (self.A_log, self.dt_bias, self.norm.weight, state)
-        operands = (*[projected] * 4, self.conv1d.weight, conv_state, *weights)
+        operands = (projected, self.conv1d.weight, conv_state, *weights)
         heads: dict[str, Any] = {"Hk": self.num_k_heads, "offsets": offsets}
         if why_not("gated_delta_step", *operands, **heads) is None:
             y, conv_state, state = gated_delta_step(*operands, eps=self.norm.eps, **heads)

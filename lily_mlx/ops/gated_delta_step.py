@@ -8,21 +8,19 @@
 
 | array | shape | dtype |
 | --- | --- | --- |
-| qkv | any; C = 2 Hk Dk + Hv Dv elements from ``offsets[0]``: all of q, k, v | bfloat16, float16, float32 |
-| z | any; Hv Dv elements from ``offsets[1]`` | as qkv |
-| b, a | any; Hv elements from ``offsets[2]`` and ``offsets[3]`` | as qkv |
-| conv_weight | [C, 4, 1], oldest token first | as qkv |
-| conv_state | [1, 3, C], oldest token first | as qkv |
+| projected | any: qkv, z, b and a, each from its element of ``offsets`` on | bfloat16, float16, float32 |
+| conv_weight | [C, 4, 1], oldest token first | as projected |
+| conv_state | [1, 3, C], oldest token first | as projected |
 | A_log | [Hv] | any of the three |
-| dt_bias | [Hv] | as qkv |
-| norm_weight | [Dv] | as qkv |
+| dt_bias | [Hv] | as projected |
+| norm_weight | [Dv] | as projected |
 | state | [1, Hv, Dv, Dk] | float32 |
-| y (result) | [1, 1, Hv Dv] | as qkv |
-| conv_state (result) | [1, 3, C] | as qkv, the values given |
+| y (result) | [1, 1, Hv Dv] | as projected |
+| conv_state (result) | [1, 3, C] | as projected, the values given |
 | state (result) | [1, Hv, Dv, Dk] | float32 |
 
-Value head h reads key head h // (Hv // Hk). qkv, z, b and a may be one array. Everything between the inputs
-and the results is float32.
+qkv is C = 2 Hk Dk + Hv Dv elements (all of q, k, v), z Hv Dv, b and a Hv each. Value head h reads key head
+h // (Hv // Hk). Everything between the inputs and the results is float32.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ from ..tiles import choose
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 CONV_WIDTH = 4
 QK_NORM_EPS = 1e-6  # added to the sum of squares, as in the model's own code
-NO_OFFSETS = (0, 0, 0, 0)
 
 
 def _template(
@@ -64,6 +61,11 @@ def _template(
     }
 
 
+def _parts(Hk: int, Hv: int, Dv: int, Dk: int) -> dict[str, int]:
+    """Elements of each part of the projection, in the order of ``offsets``."""
+    return {"qkv": 2 * Hk * Dk + Hv * Dv, "z": Hv * Dv, "b": Hv, "a": Hv}
+
+
 def _simdgroups(Dv: int, tile: Mapping[str, int]) -> int:
     """Simdgroups of a threadgroup: the tile's, or as many as leave each a whole number of rows."""
     rows_at_once, simdgroups = 32 // tile["lanes"], tile["simdgroups"]
@@ -74,7 +76,7 @@ def _simdgroups(Dv: int, tile: Mapping[str, int]) -> int:
 
 def _variant(dtype: mx.Dtype, a_log_dtype: mx.Dtype, sizes: Mapping[str, int], **tile: int) -> Variant:
     channels = 2 * sizes["Hk"] * sizes["Dk"] + sizes["Hv"] * sizes["Dv"]
-    template = _template(dtype, a_log_dtype, sizes, NO_OFFSETS, 1e-6, tile)
+    template = _template(dtype, a_log_dtype, sizes, (0, 0, 0, 0), 1e-6, tile)
     threads = 32 * _simdgroups(sizes["Dv"], tile)
     return Variant(
         template,
@@ -91,10 +93,7 @@ KERNEL = declare(
     Kernel(
         stem="gated_delta_step",
         inputs=(
-            Buffer("qkv", "*", "InT"),
-            Buffer("z", "*", "InT"),
-            Buffer("b", "*", "InT"),
-            Buffer("a", "*", "InT"),
+            Buffer("projected", "*", "InT"),
             Buffer("conv_weight", "C 4 1", "InT"),
             Buffer("conv_state", "1 3 C", "InT"),
             Buffer("A_log", "Hv", "ALogT"),
@@ -135,10 +134,7 @@ KERNEL = declare(
 
 
 def supports(
-    qkv: mx.array,
-    z: mx.array,
-    b: mx.array,
-    a: mx.array,
+    projected: mx.array,
     conv_weight: mx.array,
     conv_state: mx.array,
     A_log: mx.array,
@@ -147,7 +143,7 @@ def supports(
     state: mx.array,
     *,
     Hk: int,
-    offsets: Sequence[int] = NO_OFFSETS,
+    offsets: Sequence[int],
     backend: str | None = None,
 ) -> str | None:
     """None if the kernel takes these arrays on the back-end (by default the one in use), else the reason."""
@@ -171,24 +167,20 @@ def supports(
     for name, (array, shape) in expected.items():
         if array.shape != shape:
             return f"{name} has shape {array.shape}, not {shape}"
-    projections = {"qkv": (qkv, C), "z": (z, Hv * Dv), "b": (b, Hv), "a": (a, Hv)}
-    for (name, (array, size)), offset in zip(projections.items(), offsets, strict=True):
-        if not 0 <= offset <= array.size - size:
-            return f"{name} has {array.size} elements; needs {size} from {offset}"
-    if qkv.dtype not in ACTIVATION_DTYPES:
-        return f"qkv is {qkv.dtype}"
+    for (name, size), offset in zip(_parts(Hk, *state.shape[1:]).items(), offsets, strict=True):
+        if not 0 <= offset <= projected.size - size:
+            return f"projected has {projected.size} elements; {name} needs {size} from {offset}"
+    if projected.dtype not in ACTIVATION_DTYPES:
+        return f"projected is {projected.dtype}"
     same = {
-        "z": z,
-        "b": b,
-        "a": a,
         "conv_weight": conv_weight,
         "conv_state": conv_state,
         "dt_bias": dt_bias,
         "norm_weight": norm_weight,
     }
     for name, array in same.items():
-        if array.dtype != qkv.dtype:
-            return f"{name} is {array.dtype}, qkv is {qkv.dtype}"
+        if array.dtype != projected.dtype:
+            return f"{name} is {array.dtype}, projected is {projected.dtype}"
     if A_log.dtype not in ACTIVATION_DTYPES:
         return f"A_log is {A_log.dtype}"
     if state.dtype != mx.float32:
@@ -197,10 +189,7 @@ def supports(
 
 
 def gated_delta_step_reference(
-    qkv: mx.array,
-    z: mx.array,
-    b: mx.array,
-    a: mx.array,
+    projected: mx.array,
     conv_weight: mx.array,
     conv_state: mx.array,
     A_log: mx.array,
@@ -209,21 +198,18 @@ def gated_delta_step_reference(
     state: mx.array,
     *,
     Hk: int,
+    offsets: Sequence[int],
     eps: float = 1e-6,
-    offsets: Sequence[int] = NO_OFFSETS,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """The step in plain MLX, in float32; y is float32 too, the conv state has the dtype given."""
     _, Hv, Dv, Dk = state.shape
     f32 = mx.float32
 
-    def take(array: mx.array, offset: int, size: int) -> mx.array:
-        return array.reshape(-1)[offset : offset + size]
-
-    newest = take(qkv, offsets[0], 2 * Hk * Dk + Hv * Dv)
-    z, b, a = (
-        take(array, offset, size).astype(f32)
-        for array, offset, size in zip((z, b, a), offsets[1:], (Hv * Dv, Hv, Hv), strict=True)
+    newest, *gates = (
+        projected.reshape(-1)[offset : offset + size]
+        for size, offset in zip(_parts(Hk, Hv, Dv, Dk).values(), offsets, strict=True)
     )
+    z, b, a = (gate.astype(f32) for gate in gates)
     window = mx.concatenate([conv_state[0], newest[None]])
     mixed = (window.astype(f32) * conv_weight[..., 0].T.astype(f32)).sum(0)
     mixed = mixed * mx.sigmoid(mixed)
@@ -245,10 +231,7 @@ def gated_delta_step_reference(
 
 
 def gated_delta_step(
-    qkv: mx.array,
-    z: mx.array,
-    b: mx.array,
-    a: mx.array,
+    projected: mx.array,
     conv_weight: mx.array,
     conv_state: mx.array,
     A_log: mx.array,
@@ -257,18 +240,18 @@ def gated_delta_step(
     state: mx.array,
     *,
     Hk: int,
+    offsets: Sequence[int],
     eps: float = 1e-6,
-    offsets: Sequence[int] = NO_OFFSETS,
     tile: Mapping[str, int] | None = None,
     backend: str | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Run the step on the GPU (or the host back-end).
 
     Args:
-        qkv ... state: see the module's table; :func:`supports` must answer None.
+        projected ... state: see the module's table; :func:`supports` must answer None.
         Hk: key heads.
+        offsets: first element of qkv, z, b and a in ``projected``.
         eps: of the RMSNorm of the readout.
-        offsets: first element of qkv, z, b and a in their arrays.
         tile: ``lanes`` and ``simdgroups``; by default from the tile table.
         backend: ``metal``, ``cuda`` or ``host``; by default the one in use.
 
@@ -283,16 +266,16 @@ def gated_delta_step(
     if tile is None:
         tile = choose("gated_delta_step", backends.chip(backend), Hv=Hv, Dk=Dk, Dv=Dv)
     sizes = {"Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv}
-    template = _template(qkv.dtype, A_log.dtype, sizes, offsets, eps, tile)
+    template = _template(projected.dtype, A_log.dtype, sizes, offsets, eps, tile)
     threads = 32 * _simdgroups(Dv, tile)
     y, conv_state, state = launch(
         KERNEL,
-        [qkv, z, b, a, conv_weight, conv_state, A_log, dt_bias, norm_weight, state],
+        [projected, conv_weight, conv_state, A_log, dt_bias, norm_weight, state],
         template=template,
         grid=(threads * Hv, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(1, 1, Hv * Dv), conv_state.shape, state.shape],
-        output_dtypes=[qkv.dtype, qkv.dtype, mx.float32],
+        output_dtypes=[projected.dtype, projected.dtype, mx.float32],
         backend=backend,
     )
     return y, conv_state, state

@@ -29,7 +29,22 @@ TILES = [
 ]
 
 
-def problem(shape, dtype=mx.float32, a_log_dtype=mx.float32, seed=0) -> dict:
+PARTS = ("qkv", "z", "b", "a")
+
+
+def packed(arguments: dict, order=PARTS, gap: int = 0) -> dict:
+    """The same arguments with the four parts in one array, ``gap`` NaN around each of them."""
+    rest = {name: array for name, array in arguments.items() if name not in PARTS}
+    nan = mx.full((gap,), mx.nan, arguments["qkv"].dtype)
+    pieces, starts, size = [nan], {}, gap
+    for name in order:
+        starts[name] = size
+        pieces += [arguments[name].reshape(-1), nan]
+        size += arguments[name].size + gap
+    return {"projected": mx.concatenate(pieces), **rest, "offsets": tuple(starts[name] for name in PARTS)}
+
+
+def parts(shape, dtype=mx.float32, a_log_dtype=mx.float32, seed=0) -> dict:
     Hk, Hv, Dk, Dv = shape
     C = 2 * Hk * Dk + Hv * Dv
     rng = np.random.default_rng(seed)
@@ -52,11 +67,15 @@ def problem(shape, dtype=mx.float32, a_log_dtype=mx.float32, seed=0) -> dict:
     }
 
 
+def problem(*shape_and_dtypes) -> dict:
+    return packed(parts(*shape_and_dtypes))
+
+
 def check(arguments: dict, backend: str, tile=None) -> tuple[mx.array, mx.array, mx.array]:
     assert op.supports(**{k: v for k, v in arguments.items() if k != "eps"}, backend=backend) is None
     y, conv_state, state = op.gated_delta_step(**arguments, tile=tile, backend=backend)
     want_y, want_conv_state, want_state = op.gated_delta_step_reference(**arguments)
-    assert y.dtype == arguments["qkv"].dtype
+    assert y.dtype == arguments["projected"].dtype
     assert_close("y", y, want_y)
     assert_close("state", state, want_state)
     assert mx.array_equal(conv_state, want_conv_state), "the conv state is copied, not computed"
@@ -99,16 +118,11 @@ def test_dtypes(backend, dtype, a_log_dtype):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_projections_in_one_buffer(backend):
-    """In an order of their own, at odd elements, with NaN between and around them."""
-    arguments = problem(SMALL, mx.bfloat16)
-    want = op.gated_delta_step(**arguments, backend=backend)
-    gap = mx.full((1, 1, 3), mx.nan, mx.bfloat16)
-    parts = [gap, arguments["a"], gap, arguments["qkv"], gap, arguments["b"], gap, arguments["z"]]
-    starts = np.cumsum([0] + [part.size for part in parts]).tolist()
-    buffer = mx.concatenate(parts, axis=-1)
-    offsets = (starts[3], starts[7], starts[5], starts[1])
-    got = check({**arguments, **dict.fromkeys(("qkv", "z", "b", "a"), buffer), "offsets": offsets}, backend)
+def test_parts_in_any_order_at_odd_elements(backend):
+    """With NaN between and around them."""
+    arguments = parts(SMALL, mx.bfloat16)
+    want = op.gated_delta_step(**packed(arguments), backend=backend)
+    got = check(packed(arguments, ("a", "qkv", "b", "z"), gap=3), backend)
     assert all(mx.array_equal(x, y) for x, y in zip(got, want, strict=True))
 
 
@@ -124,9 +138,9 @@ def test_epsilon_of_the_norm(backend):
 @pytest.mark.parametrize("value", [-40.0, -9.0, 0.0, 9.0, 100.0])
 def test_gates_far_from_zero(backend, value):
     """softplus must keep the digits of exp(x) where x is far below zero, and not overflow above."""
-    arguments = problem(SMALL)
+    arguments = parts(SMALL)
     arguments |= {name: mx.full(arguments[name].shape, value) for name in ("a", "b", "z")}
-    *_, state = check(arguments, backend)
+    *_, state = check(packed(arguments), backend)
     decay = np.exp(-np.exp(np.array(arguments["A_log"], dtype=np.float64)) * np.logaddexp(value, 0))
     if value == -40.0:  # beta is 4e-18: the state only decays
         want = decay[:, None, None] * np.array(arguments["state"][0])
@@ -136,9 +150,9 @@ def test_gates_far_from_zero(backend, value):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_zeros_give_zeros(backend):
     """The first token of a model whose projection is zero: no norm may divide by zero."""
-    arguments = problem(SMALL)
+    arguments = parts(SMALL)
     arguments |= {name: mx.zeros_like(arguments[name]) for name in ("qkv", "conv_state", "state")}
-    y, _, state = op.gated_delta_step(**arguments, backend=backend)
+    y, _, state = op.gated_delta_step(**packed(arguments), backend=backend)
     assert not mx.any(y != 0)
     assert not mx.any(state != 0)
 
@@ -186,11 +200,9 @@ def test_three_steps_of_stocks_layer(backend):
     for _ in range(3):
         x = mx.random.normal((1, 1, 64))
         want = layer(x, cache=cache)
+        qkv, z, b, a = (layer[f"in_proj_{name}"](x) for name in PARTS)
         y, conv_state, state = op.gated_delta_step(
-            layer.in_proj_qkv(x),
-            layer.in_proj_z(x),
-            layer.in_proj_b(x),
-            layer.in_proj_a(x),
+            mx.concatenate([qkv, z, b, a], axis=-1),
             layer.conv1d.weight,
             conv_state,
             layer.A_log,
@@ -198,6 +210,7 @@ def test_three_steps_of_stocks_layer(backend):
             layer.norm.weight,
             state,
             Hk=Hk,
+            offsets=np.cumsum([0, qkv.size, z.size, b.size]).tolist(),
             eps=layer.norm.eps,
             backend=backend,
         )
@@ -208,9 +221,9 @@ def test_three_steps_of_stocks_layer(backend):
 
 def test_the_reference_against_stocks_ops():
     """The gates and norms of the reference are stock's, also where silu and rms_norm are MLX's own."""
-    arguments = problem(SMALL)
+    arguments = parts(SMALL)
     Hk, Hv, Dk, Dv = SMALL
-    y, _, state = op.gated_delta_step_reference(**arguments)
+    y, _, state = op.gated_delta_step_reference(**packed(arguments))
     window = mx.concatenate([arguments["conv_state"], arguments["qkv"]], axis=1)
     mixed = nn.silu(mx.conv1d(window, arguments["conv_weight"], groups=window.shape[-1]))
     q, k, v = mx.split(mixed, [Hk * Dk, 2 * Hk * Dk], axis=-1)
@@ -238,8 +251,7 @@ def test_the_reference_against_stocks_ops():
 def test_on_metal_it_is_one_dispatch():
     """Traced on any machine: nothing is copied, padded or converted around the kernel."""
     arguments = problem((4, 8, 64, 32), mx.bfloat16)
-    arguments["b"] = arguments["a"] = arguments["qkv"]
-    Hk = arguments.pop("Hk")
+    options = {name: arguments.pop(name) for name in ("Hk", "offsets")}
     names: list[str] = []
 
     def record(node):
@@ -248,7 +260,7 @@ def test_on_metal_it_is_one_dispatch():
 
     def layer(*values):
         with backends.override("metal"):
-            return op.gated_delta_step(*values, Hk=Hk)
+            return op.gated_delta_step(*values, **options)
 
     mx.export_function(record, layer, *arguments.values())
     assert names == ["CustomKernel"]
@@ -267,10 +279,10 @@ def test_on_metal_it_is_one_dispatch():
         ({"A_log": mx.zeros((4,))}, "A_log has shape"),
         ({"A_log": mx.zeros((6,), mx.int32)}, "A_log is"),
         ({"norm_weight": mx.zeros((96,))}, "norm_weight has shape"),
-        ({"offsets": (1, 0, 0, 0)}, "qkv has 768 elements; needs 768 from 1"),
-        ({"offsets": (0, 0, 0, -1)}, "a has 6 elements; needs 6 from -1"),
-        ({"z": mx.zeros((384,), mx.float16)}, "z is mlx.core.float16"),
-        ({"qkv": mx.zeros((768,), mx.int32)}, "qkv is mlx.core.int32"),
+        ({"offsets": (397, 0, 0, 0)}, "projected has 1164 elements; qkv needs 768 from 397"),
+        ({"offsets": (0, 0, 0, -1)}, "a needs 6 from -1"),
+        ({"dt_bias": mx.zeros((6,), mx.float16)}, "dt_bias is mlx.core.float16"),
+        ({"projected": mx.zeros((1164,), mx.int32)}, "projected is mlx.core.int32"),
     ],
 )
 def test_supports_gives_the_reason(change, reason):
