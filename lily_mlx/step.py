@@ -94,12 +94,12 @@ class DecodeStep:
     def _function(self) -> tuple[Callable[..., Any], Counter[str]]:
         """The step for the settings of now, and what it launches; both are new when a weight or module is."""
         if not self._is_as_compiled():
-            self._tree, self._compiled = list(_edges(self._text)), {}
+            self._compiled = {}
         used = backend.resolve()
         key = (used, settings(), str(mx.default_stream(mx.default_device())))
         if key not in self._compiled:
             # The host back-end needs arrays with values, which a compiled graph does not have.
-            function = self._forward if used == "host" else mx.compile(self._forward)
+            function = self._forward if used == "host" else mx.compile(self._traced)
             self._compiled[key] = (function, Counter())
         return self._compiled[key]
 
@@ -108,6 +108,11 @@ class DecodeStep:
             return bool(self._tree) and all(holder[name] is held for holder, name, held in self._tree)
         except (KeyError, IndexError):
             return False
+
+    def _traced(self, *arrays: mx.array) -> tuple[mx.array, ...]:
+        results = self._forward(*arrays)
+        self._tree = list(_edges(self._text))  # as it is now: layers join matrices on first use
+        return results
 
     def _forward(self, inputs: mx.array, position: mx.array, *arrays: mx.array) -> tuple[mx.array, ...]:
         text = self._text

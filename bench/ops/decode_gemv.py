@@ -18,6 +18,7 @@ MLX's arms get the routing for nothing: they start from given experts and weight
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -121,37 +122,47 @@ def qmv_job(
     bits: int = 4,
     norm: bool,
 ) -> Job:
-    """With a norm the first values of y are the next x, without one y is the next residual."""
-    one = [random_matrix(n, columns, bits=bits) for n in rows]
-    nbytes = sum(matrix.nbytes for matrix in one)
+    """With a norm the first values of y are the next x, without one y is the next residual.
+
+    Ours is one product of the joined matrix, MLX's are products of the parts.
+    """
+    N = sum(rows)
+    nbytes = random_matrix(N, columns, bits=bits).nbytes
     count = max(2, math.ceil(shape.rotation / nbytes))
-    sets = [one, *([random_matrix(n, columns, bits=bits) for n in rows] for _ in range(count - 1))]
+    joined = [random_matrix(N, columns, bits=bits) for _ in range(count)]
+    ends = list(itertools.accumulate(rows, initial=0))
+    parts = [
+        [
+            Packed(*(array[start:end] for array in matrix[:3]), *matrix[3:])
+            for start, end in itertools.pairwise(ends)
+        ]
+        for matrix in joined
+    ]
     norm_weight = mx.random.uniform(0.5, 1.5, (columns,)).astype(DTYPE) if norm else None
     x = mx.random.normal((1, 1, columns)).astype(DTYPE)
-    N = sum(rows)
     feeds_x = columns <= N
     residual = None if feeds_x else mx.random.normal((1, 1, N)).astype(DTYPE)
-    mx.eval(sets, norm_weight, x, residual)
+    mx.eval(joined, parts, norm_weight, x, residual)
 
     def step(tile: Tile | None) -> Step:
         def run(value: mx.array, call: int) -> mx.array:
-            matrices = sets[call % count]
             before, added = (value[..., :columns], None) if feeds_x else (x, value)
             if tile:
+                matrix = joined[call % count]
                 return qmv.qmv(
-                    before, matrices, norm_weight=norm_weight, residual=added, tile=tile, backend=backend
+                    before, matrix, norm_weight=norm_weight, residual=added, tile=tile, backend=backend
                 )
             if norm_weight is not None:
                 before = mx.fast.rms_norm(before, norm_weight, 1e-6)
-            y = mx.concatenate([stock_product(before, matrix) for matrix in matrices], axis=-1)
+            y = mx.concatenate([stock_product(before, part) for part in parts[call % count]], axis=-1)
             return y if added is None else added + y
 
         return run
 
     def error(tile: Tile) -> float:
         options = {"norm_weight": norm_weight, "residual": residual}
-        got = qmv.qmv(x, one, **options, tile=tile, backend=backend)
-        return relative_error(got, qmv.qmv_reference(x, one, **options))
+        got = qmv.qmv(x, joined[0], **options, tile=tile, backend=backend)
+        return relative_error(got, qmv.qmv_reference(x, joined[0], **options))
 
     start = x if feeds_x else residual
     assert start is not None

@@ -5,9 +5,10 @@ What differs from Metal and where it is settled:
 - a launch is whole blocks, where Metal cuts the last threadgroup: ``launch`` takes whole threadgroups only;
 - every input is a pointer, also a 0-d one: run-time scalars come in one int32 array on every back-end;
 - threadgroup memory is ``__shared__``, static, and at most 32 KB as on Metal: prelude and ``launch``;
-- ``mx.fast.cuda_kernel`` compiles a kernel again in every process, some seconds each. So the runtime compiler
-  that MLX itself loads is called here, its result kept in the cache folder under a digest of the text, and
-  launched with ``mx.fast.precompiled_cuda_kernel``. Without that compiler, MLX's own way is taken.
+- ``mx.fast.cuda_kernel`` compiles a kernel again in every process, some seconds each. So kernels are compiled
+  here, the code kept in the cache folder under a digest of the text, and launched with
+  ``mx.fast.precompiled_cuda_kernel``. nvcc is preferred, because it compresses, and MLX hashes the code
+  at every launch; else the runtime compiler that MLX itself loads. Without either, MLX's own way is taken.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +55,7 @@ def build(
     """
     if not mx.cuda.is_available():
         raise BackendUnavailableError("the cuda back-end needs MLX with CUDA and an NVIDIA GPU")
-    if _nvrtc() is None:
+    if _nvcc() is None and _nvrtc() is None:
         kernel: Any = mx.fast.cuda_kernel(**description)
         return kernel
     name = description["name"]
@@ -96,10 +99,11 @@ def compiled(name: str, text: str, architecture: Any) -> bytes:
         RuntimeError: the text does not compile; the compiler's log.
     """
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    path = settings().cache_dir / "cuda" / f"{name}-{digest}-{architecture}.cubin"
+    path = settings().cache_dir / "cuda" / f"{name}-{digest}-{architecture}"
     with suppress(OSError):
         return path.read_bytes()
-    code = _compile(name, text, str(architecture))
+    compile_ = _compile_with_nvrtc if _nvcc() is None else _compile_with_nvcc
+    code = compile_(name, text, str(architecture))
     with suppress(OSError):  # a cache folder that cannot be written costs only time
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent)
@@ -109,7 +113,26 @@ def compiled(name: str, text: str, architecture: Any) -> bytes:
     return code
 
 
-def _compile(name: str, text: str, architecture: str) -> bytes:
+def _compile_with_nvcc(name: str, text: str, architecture: str) -> bytes:
+    """A compressed fat binary with the code of one architecture."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder) / f"{name}.cu", Path(folder) / f"{name}.fatbin"
+        source.write_text(text)
+        virtual = architecture.replace("sm", "compute")
+        done = subprocess.run(
+            [
+                *(str(_nvcc()), "-fatbin", "-gencode", f"arch={virtual},code={architecture}"),
+                *("-Xfatbin", "-compress-all", "-o", str(binary), str(source)),
+            ],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{name} does not compile: {done.stderr}")
+        return binary.read_bytes()
+
+
+def _compile_with_nvrtc(name: str, text: str, architecture: str) -> bytes:
     library = _nvrtc()
     assert library is not None
     program = ctypes.c_void_p()
@@ -128,6 +151,14 @@ def _compile(name: str, text: str, architecture: str) -> bytes:
         return data.raw
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@cache
+def _nvcc() -> str | None:
+    """The CUDA compiler's path: on PATH, or where MLX looks for CUDA."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
 @cache

@@ -48,7 +48,7 @@ class Buffer:
         axes: axis names or sizes, separated by spaces ("B T Hk Dk", "8"); "*" for any shape (8 elements in
             an example).
         dtype: the name of a template parameter, or of an MLX dtype ("float32").
-        optional: an input that a call may leave out (None); the kernel must not read it then.
+        optional: an input that a call may leave out (None). It is a null pointer then and costs nothing.
     """
 
     name: str
@@ -181,7 +181,7 @@ def launch(
     """
     if template.keys() != set(kernel.template):
         raise ValueError(f"{kernel.stem}: template has {sorted(template)}, not {sorted(kernel.template)}")
-    arrays = [_ABSENT if array is None else array for array in inputs]
+    arrays = [array for array in inputs if array is not None]
     call = _prepare(
         kernel,
         backend or resolve(),
@@ -205,10 +205,6 @@ def launch(
         output_dtypes=call.output_dtypes,
         **options,
     )
-
-
-# A constant, not an operation: a trace of a kernel without its optional input shows the kernel alone.
-_ABSENT = mx.array([False] * MIN_INPUT_SIZE)
 
 
 def _pad(array: mx.array) -> mx.array:
@@ -248,7 +244,7 @@ def _prepare(
         raise ValueError(
             f"{kernel.stem}: {used} bytes of threadgroup memory; the limit is {MAX_THREADGROUP_BYTES}"
         )
-    dtypes = tuple(mx.bool_ if given is None else given[1] for given in inputs)
+    dtypes = tuple(None if given is None else given[1] for given in inputs)
     return _Call(
         backend,
         _function(kernel, backend, dtypes, template, output_dtypes),
@@ -317,7 +313,7 @@ def _check_threads(kernel: Kernel, grid: Triple, threadgroup: Triple) -> None:
 def _function(
     kernel: Kernel,
     backend: str,
-    input_dtypes: tuple[mx.Dtype, ...],
+    input_dtypes: tuple[mx.Dtype | None, ...],
     template: tuple[tuple[str, TemplateValue], ...],
     output_dtypes: tuple[mx.Dtype, ...],
 ) -> Callable[..., list[mx.array]]:
@@ -327,12 +323,15 @@ def _function(
     signature, template and math mode.
     """
     header, body = source.assemble(kernel, backend)
+    given = [buffer.name for buffer, dtype in zip(kernel.inputs, input_dtypes, strict=True) if dtype]
+    absent = [buffer.name for buffer in kernel.inputs if buffer.name not in given]
+    body = "".join(f"LILY_ABSENT({name});\n" for name in absent) + body
     buffers = [buffer.name for buffer in kernel.inputs + kernel.outputs]
     identity = repr((header, body, kernel.math_mode, buffers, input_dtypes, template, output_dtypes))
     name = f"lily_{kernel.stem}_{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     description: dict[str, Any] = {
         "name": name,
-        "input_names": [buffer.name for buffer in kernel.inputs],
+        "input_names": given,
         "output_names": [buffer.name for buffer in kernel.outputs],
         "header": header,
         "source": body,
@@ -340,7 +339,8 @@ def _function(
     if backend == "cuda":
         from . import cuda
 
-        return cuda.build(description, input_dtypes, output_dtypes, dict(template))
+        dtypes = [dtype for dtype in input_dtypes if dtype]
+        return cuda.build(description, dtypes, output_dtypes, dict(template))
     if backend == "host":
         from . import host
 

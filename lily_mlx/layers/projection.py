@@ -12,6 +12,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from ..ops.choice import why_not
 from ..ops.packed import Packed
 from ..ops.qmv import qmv
+from .fusion import join
 
 
 def packed(layer: nn.Module) -> Packed | None:
@@ -46,14 +47,14 @@ def project(
     Returns:
         [1, 1, N], N the sum of the layers' rows.
     """
-    matrices = [packed(layer) for layer in layers]
     options: dict[str, Any] = {
         "norm_weight": None if norm is None else norm.weight,
         "residual": residual,
         "out_dtype": out_dtype,
     }
-    if None not in matrices and why_not("qmv", x, matrices, **options) is None:
-        return qmv(x, matrices, eps=1e-6 if norm is None else norm.eps, **options)  # type: ignore[arg-type]
+    matrix = join(layers) if all(packed(layer) for layer in layers) else None
+    if matrix is not None and why_not("qmv", x, matrix, **options) is None:
+        return qmv(x, matrix, eps=1e-6 if norm is None else norm.eps, **options)
     h = x if norm is None else norm(x)
     applied: list[Any] = [getattr(layer, "as_linear", layer) for layer in layers]
     y = mx.concatenate([apply(h) for apply in applied], axis=-1)

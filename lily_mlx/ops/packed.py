@@ -94,6 +94,11 @@ def why_mixed(matrices: Sequence[Packed]) -> str | None:
     return None
 
 
+def float_bits(value: float) -> int:
+    """The bits of a float32, as a template parameter carries them."""
+    return int(np.float32(value).view(np.int32))
+
+
 @lru_cache
 def eps_parameter(eps: float) -> mx.array:
     """The ``parameters`` of a kernel that normalises: the bits of eps, in float32, first."""

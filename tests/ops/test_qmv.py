@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -25,18 +27,17 @@ TILES = [
 ]
 
 
-def problem(K, rows, bits=4, group=64, dtype=mx.float32, scales=None, norm=False, residual=False, seed=0):
-    """Arguments of the op; ``bits`` is one number or one for each matrix."""
+def problem(K, N, bits=4, group=64, dtype=mx.float32, scales=None, norm=False, residual=False, seed=0):
+    """Arguments of the op."""
     rng = np.random.default_rng(seed)
-    each = [bits] * len(rows) if isinstance(bits, int) else bits
-    matrices = [
-        matrix(rng, n, K, bits=b, group=group, dtype=scales or dtype) for n, b in zip(rows, each, strict=True)
-    ]
-    arguments = {"x": vector(rng, 1, 1, K, dtype=dtype), "matrices": matrices}
+    arguments = {
+        "x": vector(rng, 1, 1, K, dtype=dtype),
+        "matrix": matrix(rng, N, K, bits=bits, group=group, dtype=scales or dtype),
+    }
     if norm:
         arguments["norm_weight"] = vector(rng, K, dtype=dtype)
     if residual:
-        arguments["residual"] = vector(rng, 1, 1, sum(rows), dtype=dtype)
+        arguments["residual"] = vector(rng, 1, 1, N, dtype=dtype)
     return arguments
 
 
@@ -58,25 +59,26 @@ def checked_host():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile.values())))
-def test_every_layout(backend, tile):
-    """Rows that fill no block, a matrix of a single block, both widths, a norm and a residual."""
-    check(problem(2048, [37, 8, 9], [4, 8, 4], norm=True, residual=True), tile=tile, backend=backend)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_layout(backend, tile, bits):
+    """Rows that fill no block, a norm and a residual."""
+    check(problem(2048, 37, bits, norm=True, residual=True), tile=tile, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ({"K": 2048, "rows": [80, 40, 32, 32], "norm": True}, "DeltaNet input, fewer rows"),
-        ({"K": 2048, "rows": [64, 24, 16], "norm": True}, "attention input, fewer rows"),
-        ({"K": 4096, "rows": [33], "residual": True}, "output projection, fewer rows"),
-        ({"K": 2048, "rows": [256, 1], "bits": 8, "norm": True}, "router and shared-expert gate"),
-        ({"K": 256, "rows": [32, 1], "bits": 8, "norm": True}, "the same of the tiny checkpoint"),
-        ({"K": 256, "rows": [70, 30, 4, 4], "norm": True}, "eight lanes a row"),
-        ({"K": 1024, "rows": [50], "residual": True}, "one load of every lane"),
-        ({"K": 96, "rows": [40, 24], "group": 32, "residual": True}, "one lane a row; three groups"),
-        ({"K": 32, "rows": [3], "group": 32}, "the smallest"),
-        ({"K": 640, "rows": [20], "group": 128}, "four lanes a row, five loads each"),
+        ({"K": 2048, "N": 184, "norm": True}, "DeltaNet input, fewer rows"),
+        ({"K": 4096, "N": 33, "residual": True}, "output projection, fewer rows"),
+        ({"K": 2048, "N": 257, "bits": 8, "norm": True}, "router and shared-expert gate"),
+        ({"K": 256, "N": 33, "bits": 8, "norm": True}, "the same of the tiny checkpoint"),
+        ({"K": 256, "N": 108, "norm": True}, "eight lanes a row"),
+        ({"K": 1024, "N": 50, "residual": True}, "one load of every lane"),
+        ({"K": 96, "N": 64, "group": 32, "residual": True}, "one lane a row; three groups"),
+        ({"K": 32, "N": 3, "group": 32}, "fewer rows than a lane takes"),
+        ({"K": 64, "N": 1}, "a single row"),
+        ({"K": 640, "N": 20, "group": 128}, "four lanes a row, five loads each"),
     ],
 )
 def test_shapes_with_the_tile_of_the_table(backend, arguments, why):
@@ -86,7 +88,7 @@ def test_shapes_with_the_tile_of_the_table(backend, arguments, why):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 def test_dtypes(backend, dtype):
-    arguments = problem(512, [20, 12], [4, 8], dtype=dtype, norm=True, residual=True)
+    arguments = problem(512, 20, dtype=dtype, norm=True, residual=True)
     y = check(arguments, tile=TILES[0], backend=backend)
     wide = check(arguments, tile=TILES[0], out_dtype=mx.float32, backend=backend)
     assert mx.array_equal(wide.astype(dtype), y)  # rounded once, at the end
@@ -94,19 +96,26 @@ def test_dtypes(backend, dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scales_and_norm_weight_of_other_dtypes(backend):
-    arguments = problem(512, [20], dtype=mx.float16, scales=mx.bfloat16, norm=True)
+    arguments = problem(512, 20, dtype=mx.float16, scales=mx.bfloat16, norm=True)
     arguments["norm_weight"] = arguments["norm_weight"].astype(mx.float32)
     check(arguments, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_matrix_gives_the_same_bits_alone(backend):
-    """Rows are neither lost nor mixed up where one matrix ends and the next begins."""
-    arguments = problem(256, [13, 1, 70, 6], 8, norm=True)
+def test_rows_of_a_joined_matrix_give_the_same_bits_alone(backend):
+    """Also as views, which is what modules hold of a joined matrix."""
+    arguments = problem(256, 90, 8, norm=True)
     together = op.qmv(**arguments, tile=TILES[1], backend=backend)
+    joined = arguments.pop("matrix")
+    ends = [0, 13, 14, 84, 90]
     alone = [
-        op.qmv(**{**arguments, "matrices": [one]}, tile=TILES[1], backend=backend)
-        for one in arguments["matrices"]
+        op.qmv(
+            **arguments,
+            matrix=Packed(*(part[start:end] for part in joined[:3]), *joined[3:]),
+            tile=TILES[1],
+            backend=backend,
+        )
+        for start, end in itertools.pairwise(ends)
     ]
     assert mx.array_equal(together, mx.concatenate(alone, axis=-1))
 
@@ -122,28 +131,28 @@ def test_every_number_counts_where_it_stands(backend, bits):
     want = unpacked(packed)
     for k in range(K):
         x = (mx.arange(K) == k).astype(mx.float32)
-        y = op.qmv(x, [packed], tile=TILES[1], backend=backend)
+        y = op.qmv(x, packed, tile=TILES[1], backend=backend)
         assert np.array_equal(np.array(y, dtype=np.float64), want[:, k])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mean", [0.0, 3.0])
-def test_accuracy_against_float64(backend, mean):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_accuracy_against_float64(backend, mean, bits):
     """Sums start from a multiple of sum(x); it must not show, also where sum(x) is large."""
-    arguments = problem(2048, [64, 64], [4, 8])
+    arguments = problem(2048, 64, bits)
     arguments["x"] = arguments["x"] + mean
-    want = np.concatenate([unpacked(m) for m in arguments["matrices"]]) @ np.array(
-        arguments["x"][0, 0], float
-    )
+    weights = unpacked(arguments["matrix"])
+    want = weights @ np.array(arguments["x"][0, 0], float)
     error = np.abs(np.array(op.qmv(**arguments, backend=backend))[0, 0] - want)
-    scale = np.abs(want).max() + mean * np.abs(unpacked(arguments["matrices"][0])).sum(-1).max()
+    scale = np.abs(want).max() + mean * np.abs(weights).sum(-1).max()
     assert (error <= ACCUMULATED * scale).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_views_are_read_as_what_they_show(backend):
     """x and the residual are parts of another result."""
-    arguments = problem(256, [40], residual=True)
+    arguments = problem(256, 40, residual=True)
     before = mx.concatenate([arguments["residual"], arguments["x"], arguments["residual"]], axis=-1)
     arguments["x"], arguments["residual"] = before[..., 40:296], before[..., :40]
     check(arguments, backend=backend)
@@ -151,51 +160,53 @@ def test_views_are_read_as_what_they_show(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_in_x_reaches_every_result(backend):
-    arguments = problem(256, [20], norm=True)
+    arguments = problem(256, 20, norm=True)
     arguments["x"][0, 0, 7] = mx.nan
     assert mx.isnan(op.qmv(**arguments, backend=backend)).all()
 
 
 @pytest.mark.parametrize("tile", TILES[:3], ids=["rows 4", "rows 1", "repeat"])
 def test_no_schedule_changes_a_bit(tile):
-    arguments = problem(256, [37, 5], [4, 8], norm=True, residual=True)
+    arguments = problem(256, 37, norm=True, residual=True)
     host.check_schedules(lambda: op.qmv(**arguments, tile=tile, backend="host"))
 
 
 def test_the_text_for_apple_silicon_runs_on_the_host(monkeypatch):
     assemble = source.assemble
     monkeypatch.setattr(source, "assemble", lambda kernel, _: assemble(kernel, "metal"))
-    arguments = problem(512, [20, 12], [4, 8], dtype=mx.bfloat16, norm=True, residual=True)
+    arguments = problem(512, 20, dtype=mx.bfloat16, norm=True, residual=True)
     check(arguments, tile=TILES[0], backend="host")
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_on_metal_it_is_one_dispatch(count):
-    """Traced on any machine: nothing is copied, padded or converted around the kernel."""
-    arguments = problem(256, [32] * count, dtype=mx.bfloat16, norm=True, residual=True)
-    names: list[str] = []
+@pytest.mark.parametrize(("norm", "residual"), [(True, True), (True, False), (False, True)])
+def test_on_metal_it_is_one_dispatch_of_what_is_there(norm, residual):
+    """Traced on any machine: nothing is copied, padded or converted, and nothing absent passed."""
+    arguments = problem(256, 32, dtype=mx.bfloat16, norm=norm, residual=residual)
+    optional = [name for name in ("norm_weight", "residual") if name in arguments]
+    found: list[tuple[str, int]] = []
 
     def record(node):
         if node["type"] == "primitive":
-            names.append(node["name"])
+            found.append((node["name"], len(node["inputs"])))
 
-    def layer(x, norm_weight, residual, *parts):
-        matrices = [Packed(*parts[3 * i : 3 * i + 3], 4, 64) for i in range(count)]
+    def layer(x, weight, scales, biases, *rest):
+        options = dict(zip(optional, rest, strict=True))
         with backends.override("metal"):
-            return op.qmv(x, matrices, norm_weight=norm_weight, residual=residual)
+            return op.qmv(x, Packed(weight, scales, biases, 4, 64), **options)
 
-    parts = [part for one in arguments["matrices"] for part in one[:3]]
-    mx.export_function(record, layer, arguments["x"], arguments["norm_weight"], arguments["residual"], *parts)
-    assert names == ["CustomKernel"]
+    mx.export_function(
+        record, layer, arguments["x"], *arguments["matrix"][:3], *(arguments[name] for name in optional)
+    )
+    assert found == [("CustomKernel", 4 + len(optional))]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_reference_is_the_product(bits):
     """Norm, product and residual in float64, with the numbers taken apart by hand."""
-    arguments = problem(96, [5, 7], bits, group=32, norm=True, residual=True)
+    arguments = problem(96, 12, bits, group=32, norm=True, residual=True)
     x = np.array(arguments["x"][0, 0], dtype=np.float64)
     x = x / np.sqrt((x * x).mean() + 1e-6) * np.array(arguments["norm_weight"], dtype=np.float64)
-    want = np.concatenate([unpacked(m) @ x for m in arguments["matrices"]])
+    want = unpacked(arguments["matrix"]) @ x
     want += np.array(arguments["residual"][0, 0], dtype=np.float64)
     got = np.array(op.qmv_reference(**arguments))[0, 0]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -206,7 +217,7 @@ def test_reference_is_the_product(bits):
 def test_every_tile_of_the_table_fits(choice, K):
     """Within the limits of threadgroups and their memory, and whole steps of the loads ahead."""
     template = op._template(
-        mx.bfloat16, mx.bfloat16, mx.bfloat16, None, K, 64, [256, 1], [8, 8], False, choice["tile"]
+        mx.bfloat16, mx.bfloat16, mx.bfloat16, None, 257, K, 64, 8, 0.0, False, choice["tile"]
     )
     assert op.KERNEL.threadgroup_bytes(template) <= MAX_THREADGROUP_BYTES
     _, (threads, _, _) = op._threads(template)
@@ -221,13 +232,11 @@ def test_self_check_passes():
     assert op._self_check("host") is None
 
 
-GOOD = problem(64, [8, 8])
+GOOD = problem(64, 8)
 
 
-def changed(i: int, **fields):
-    matrices = list(GOOD["matrices"])
-    matrices[i] = matrices[i]._replace(**fields)
-    return {"matrices": matrices}
+def changed(**fields):
+    return {"matrix": GOOD["matrix"]._replace(**fields)}
 
 
 @pytest.mark.parametrize(
@@ -237,22 +246,19 @@ def changed(i: int, **fields):
         ({"x": mx.zeros((2, 64))}, "more than one vector"),
         ({"x": mx.zeros((64,), mx.int32)}, "x is"),
         ({"out_dtype": mx.int32}, "the result cannot be"),
-        ({"matrices": []}, "0 matrices"),
-        ({"matrices": GOOD["matrices"] * 3}, "6 matrices"),
-        ({"x": mx.zeros((128,))}, "matrix 0 has 64 columns, not 128"),
+        ({"x": mx.zeros((128,))}, "the matrix has 64 columns, not 128"),
         ({"x": mx.zeros((48,))}, "not a multiple of 32"),
         ({"x": mx.zeros((8192,))}, "threadgroup memory"),
-        (changed(1, bits=3), "matrix 1 has 3 bits"),
-        (changed(1, group_size=16), "groups of 16"),
-        (changed(1, biases=None), "matrix 1 is not affine"),
-        (changed(1, weight=mx.zeros((8, 8))), "not uint32"),
-        (changed(1, weight=mx.zeros((2, 8, 8), mx.uint32)), "matrix 1 has shape"),
-        (changed(1, scales=mx.zeros((8, 2))), "scales (8, 2)"),
-        (changed(1, scales=mx.zeros((8, 1), mx.float16)), "scales are"),
-        (changed(1, group_size=32, scales=mx.zeros((8, 2)), biases=mx.zeros((8, 2))), "group sizes differ"),
+        (changed(bits=3), "the matrix has 3 bits"),
+        (changed(group_size=16), "groups of 16"),
+        (changed(biases=None), "the matrix is not affine"),
+        (changed(weight=mx.zeros((8, 8))), "not uint32"),
+        (changed(weight=mx.zeros((2, 8, 8), mx.uint32)), "the matrix has shape"),
+        (changed(scales=mx.zeros((8, 2))), "scales (8, 2)"),
+        (changed(scales=mx.zeros((8, 1), mx.float16)), "scales are"),
         ({"norm_weight": mx.zeros((32,))}, "norm_weight is"),
-        ({"residual": mx.zeros((1, 1, 15))}, "residual is"),
-        ({"residual": mx.zeros((1, 1, 16), mx.float16)}, "residual is"),
+        ({"residual": mx.zeros((1, 1, 9))}, "residual is"),
+        ({"residual": mx.zeros((1, 1, 8), mx.float16)}, "residual is"),
     ],
 )
 def test_supports_gives_the_reason(change, reason):
