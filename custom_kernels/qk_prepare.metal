@@ -2,20 +2,20 @@
 //
 //   q = rope(rmsnorm(q_raw) * q_weight),  k = rope(rmsnorm(k_raw) * k_weight),  v = v_raw
 //
-//   q_raw        [B, T, *]      InT   Hq heads from column Q_OFFSET of Q_COLUMNS: D of the query, then D of the output gate
-//   k_raw        [B, T, *]      InT   Hk heads of D from column K_OFFSET of K_COLUMNS
-//   v_raw        [B, T, *]      InT   Hk heads of D from column V_OFFSET of V_COLUMNS
+//   projected    [B, T, COLUMNS] InT  q_raw, Hq heads from column Q_OFFSET: D of the query, then D of the output gate;
+//                                     k_raw, Hk heads of D from K_OFFSET; v_raw likewise from V_OFFSET
 //   q_weight     [D]            InT
 //   k_weight     [D]            InT
 //   frequencies  [*]            f32   ROTARY / 2, radians a position
 //   position     [*]            i32   position[b]: of the first token of batch row b, counted from 0
-//   sizes        [8]            i32   sizes[0] = T, sizes[1] = B T
+//   sizes        [8]            i32   sizes[0] = T, sizes[1] = B T; absent if B T = 1
+//   k_before, v_before [1, Hk, 2, D] InT  HAS_BEFORE, B T = 1: rows of the cache; the second comes first in k and v
 //   q            [B, Hq, T, D]  QT
-//   k            [B, Hk, T, D]  InT
-//   v            [B, Hk, T, D]  InT   v_raw, bit for bit
+//   k            [B, Hk, T, D]  InT   HAS_BEFORE: [1, Hk, 2, D]
+//   v            as k           InT   v_raw, bit for bit
 //
-// The first ROTARY elements of a head are rotated, element i with element i + ROTARY / 2. The three inputs may be one
-// buffer. The output gate stays where it is: what follows attention reads it there.
+// The first ROTARY elements of a head are rotated, element i with element i + ROTARY / 2. The output gate stays where
+// it is: what follows attention reads it there.
 //
 // Who owns what: a simdgroup owns HEADS neighbouring heads of one token, counted through those of q, of k and of v; a lane
 // owns D / 32 elements of each in runs of UNIT, and for the rotation the pairs lane, lane + 32, ... of every head, whose
@@ -30,8 +30,8 @@
 #include "common/rope.h"
 
 template <
-    typename InT, typename QT, int Hq, int Hk, int D, int ROTARY, int Q_OFFSET, int Q_COLUMNS, int K_OFFSET,
-    int K_COLUMNS, int V_OFFSET, int V_COLUMNS, int EPS_BITS, int HEADS>
+    typename InT, typename QT, int Hq, int Hk, int D, int ROTARY, int COLUMNS, int Q_OFFSET, int K_OFFSET, int V_OFFSET,
+    int EPS_BITS, int HEADS>
 struct QkPrepare {
   static_assert(D % 32 == 0, "D is a multiple of 32");
   static_assert(ROTARY > 0 && ROTARY % 2 == 0 && ROTARY <= D, "ROTARY is even and at most D");
@@ -46,7 +46,7 @@ struct QkPrepare {
     SIMDGROUPS_PER_TOKEN = (ALL_HEADS + HEADS - 1) / HEADS
   };
   static_assert(Q_OFFSET % UNIT == 0 && K_OFFSET % UNIT == 0 && V_OFFSET % UNIT == 0, "heads start at whole loads");
-  static_assert(Q_COLUMNS % UNIT == 0 && K_COLUMNS % UNIT == 0 && V_COLUMNS % UNIT == 0, "tokens too");
+  static_assert(COLUMNS % UNIT == 0, "tokens too");
 
   static LILY_INLINE int column(int run, uint lane) {
     return (run * 32 + int(lane)) * UNIT;
@@ -94,17 +94,17 @@ struct QkPrepare {
 };
 
 template <
-    typename InT, typename QT, int Hq, int Hk, int D, int ROTARY, int Q_OFFSET, int Q_COLUMNS, int K_OFFSET,
-    int K_COLUMNS, int V_OFFSET, int V_COLUMNS, int EPS_BITS, int HEADS, int SIMDGROUPS>
+    typename InT, typename QT, int Hq, int Hk, int D, int ROTARY, int COLUMNS, int Q_OFFSET, int K_OFFSET, int V_OFFSET,
+    int EPS_BITS, bool ONE_TOKEN, bool HAS_BEFORE, int HEADS, int SIMDGROUPS, typename SizeT, typename BeforeT>
 LILY_INLINE void qk_prepare(
-    LILY_DEVICE const InT* q_raw,
-    LILY_DEVICE const InT* k_raw,
-    LILY_DEVICE const InT* v_raw,
+    LILY_DEVICE const InT* projected,
     LILY_DEVICE const InT* q_weight,
     LILY_DEVICE const InT* k_weight,
     LILY_DEVICE const f32* frequencies,
     LILY_DEVICE const i32* position,
-    LILY_DEVICE const i32* sizes,
+    LILY_DEVICE const SizeT* sizes,
+    LILY_DEVICE const BeforeT* k_before,
+    LILY_DEVICE const BeforeT* v_before,
     LILY_DEVICE QT* q,
     LILY_DEVICE InT* k,
     LILY_DEVICE InT* v,
@@ -112,11 +112,15 @@ LILY_INLINE void qk_prepare(
     uint group,
     uint simdgroup,
     uint lane) {
-  using Prepare = QkPrepare<
-      InT, QT, Hq, Hk, D, ROTARY, Q_OFFSET, Q_COLUMNS, K_OFFSET, K_COLUMNS, V_OFFSET, V_COLUMNS, EPS_BITS, HEADS>;
+  static_assert(ONE_TOKEN || !HAS_BEFORE, "only one token has a row before it");
+  using Prepare = QkPrepare<InT, QT, Hq, Hk, D, ROTARY, COLUMNS, Q_OFFSET, K_OFFSET, V_OFFSET, EPS_BITS, HEADS>;
   constexpr int UNIT = Prepare::UNIT;
-  const int T = sizes[0];
-  const int tokens = sizes[1];
+  int T = 1;
+  int tokens = 1;
+  if constexpr (!ONE_TOKEN) {
+    T = sizes[0];
+    tokens = sizes[1];
+  }
   const int index = int(group) * SIMDGROUPS + int(simdgroup);
   const int token = index / Prepare::SIMDGROUPS_PER_TOKEN;
   if (token >= tokens) {
@@ -131,9 +135,10 @@ LILY_INLINE void qk_prepare(
   LILY_UNROLL
   for (int i = 0; i < HEADS; ++i) {
     const int head = lily_min(first + i, int(Prepare::ALL_HEADS) - 1);
-    LILY_DEVICE const InT* source = head < Hq ? q_raw + i64(token) * Q_COLUMNS + Q_OFFSET + head * (2 * D)
-        : head < Hq + Hk                      ? k_raw + i64(token) * K_COLUMNS + K_OFFSET + (head - Hq) * D
-                                              : v_raw + i64(token) * V_COLUMNS + V_OFFSET + (head - Hq - Hk) * D;
+    const int start = head < Hq ? Q_OFFSET + head * (2 * D)
+        : head < Hq + Hk        ? K_OFFSET + (head - Hq) * D
+                                : V_OFFSET + (head - Hq - Hk) * D;
+    LILY_DEVICE const InT* source = projected + i64(token) * COLUMNS + start;
     LILY_UNROLL
     for (int r = 0; r < Prepare::RUNS; ++r) {
       words[i][r] = lily_load<UNIT>(source + Prepare::column(r, lane));
@@ -178,7 +183,20 @@ LILY_INLINE void qk_prepare(
   LILY_UNROLL
   for (int i = 0; i < HEADS; ++i) {
     const int head = first + i;
-    const i64 kv_offset = ((i64(row) * Hk + (head - Hq) % Hk) * T + t) * D;
+    const int kv_head = (head - Hq) % Hk;
+    const i64 kv_offset = HAS_BEFORE ? (kv_head * 2 + 1) * D : ((i64(row) * Hk + kv_head) * T + t) * D;
+    if constexpr (HAS_BEFORE) {
+      if (head >= Hq && head < Prepare::ALL_HEADS) {
+        const bool is_key = head < Hq + Hk;
+        LILY_UNROLL
+        for (int r = 0; r < Prepare::RUNS; ++r) {
+          const int column = Prepare::column(r, lane);
+          lily_store<UNIT>(
+              (is_key ? k : v) + kv_head * 2 * D + column,
+              lily_load<UNIT>((is_key ? k_before : v_before) + (kv_head * 2 + 1) * D + column));
+        }
+      }
+    }
     if (head < Hq) {
       Prepare::reload(shared + i * Prepare::ROTATED, x[i], lane);
       Prepare::store(q + ((i64(row) * Hq + head) * T + t) * D, x[i], lane);
@@ -197,7 +215,7 @@ LILY_INLINE void qk_prepare(
 // ---- body ----
 LILY_THREADGROUP_ARRAY(f32, shared, SIMDGROUPS * HEADS * ((ROTARY + 7) / 8 * 8));
 qk_prepare<
-    InT, QT, Hq, Hk, D, ROTARY, Q_OFFSET, Q_COLUMNS, K_OFFSET, K_COLUMNS, V_OFFSET, V_COLUMNS, EPS_BITS, HEADS,
+    InT, QT, Hq, Hk, D, ROTARY, COLUMNS, Q_OFFSET, K_OFFSET, V_OFFSET, EPS_BITS, ONE_TOKEN, HAS_BEFORE, HEADS,
     SIMDGROUPS>(
-    q_raw, k_raw, v_raw, q_weight, k_weight, frequencies, position, sizes, q, k, v, shared,
+    projected, q_weight, k_weight, frequencies, position, sizes, k_before, v_before, q, k, v, shared,
     threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);

@@ -1,15 +1,21 @@
 """The decode step: one token through the whole model, compiled once per capacity of the caches.
 
 Building the graph of a token in Python costs milliseconds, so ``mx.compile`` keeps it. The arrays of stock's
-own caches are its inputs, and its results are put back into them: stock can go on from them at any time, and
-MLX updates them in place because nobody else holds them.
+own caches are its inputs, and its results are put back into them: stock can go on from them at any time.
+
+MLX updates an array in place if nobody else holds it. But the generation loop prepares a token while the one
+before is computed, and what is being computed holds its keys and values: they would be copied at every token.
+So each KV cache has two pairs of arrays, which tokens update in turn: a token writes its own row and the one
+before into the pair that the last token but one has left. The cache always holds the newer, complete pair.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 from mlx import nn
@@ -27,6 +33,23 @@ CAPACITY_STEP = 1024
 _DECODE_CLASSES = tuple(LAYER_CLASSES.values())
 
 
+@dataclass
+class _Turn:
+    """What a token leaves for the next one of the same KV cache.
+
+    Attributes:
+        left: keys and values as the cache has them.
+        spare: the pair before, which lacks the last row.
+        rows: the last two rows of keys and of values.
+        offset: the next token's position.
+    """
+
+    left: tuple[mx.array, mx.array]
+    spare: tuple[mx.array, mx.array]
+    rows: tuple[mx.array, mx.array]
+    offset: int
+
+
 class DecodeStep:
     """The decode step of one model.
 
@@ -38,6 +61,7 @@ class DecodeStep:
         self._text = model.language_model
         self._tree: list[tuple[Any, Any, Any]] = []
         self._compiled: dict[Any, tuple[Callable[..., Any], Counter[str]]] = {}
+        self._turns: WeakKeyDictionary[KVCache, _Turn] = WeakKeyDictionary()
 
     def why_not(self, inputs: mx.array, cache: Sequence[Any]) -> str | None:
         """None if this step can run the call, else the reason that the model runs layer by layer.
@@ -57,7 +81,8 @@ class DecodeStep:
         for layer, layer_cache in zip(self._text.layers, cache, strict=True):
             if why := _why_not_layer(layer, layer_cache):
                 return why
-        return None
+        places = {(c.offset, c.keys.shape[2]) for c in cache if isinstance(c, KVCache)}
+        return "the KV caches differ in length" if len(places) > 1 else None
 
     def __call__(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
         """Run one token and update the caches.
@@ -69,27 +94,47 @@ class DecodeStep:
         Returns:
             logits [1, 1, vocabulary] float32.
         """
-        offset = next((c.offset for c in cache if isinstance(c, KVCache)), 0)
-        arrays = [array for c in cache for array in _arrays(c)]
+        arrays = [self._arrays(c) for c in cache]
+        offset, capacity = next(
+            ((c.offset, c.keys.shape[2]) for c in cache if isinstance(c, KVCache)), (0, 0)
+        )
         run, launches = self._function()
-        position = mx.array([offset, 0, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
+        position = mx.array([offset, capacity, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
         before = Counter(counts)
-        logits, *arrays = run(inputs, position, *arrays)
+        logits, *results = run(inputs, position, *(array for group in arrays for array in group))
         # Kernels count themselves when Python calls them, which a compiled step does only while it is traced.
         if traced := counts - before:
             launches.clear()
             launches.update(traced)
         else:
             counts.update(launches)
-        for index, c in enumerate(cache):
-            pair = arrays[2 * index : 2 * index + 2]
+        rest = iter(results)
+        for c, group in zip(cache, arrays, strict=True):
+            new = tuple(next(rest) for _ in group)
             if isinstance(c, KVCache):
-                c.keys, c.values = pair
+                self._turns[c] = _Turn(new[:2], (c.keys, c.values), new[2:], c.offset + 1)
+                c.keys, c.values = new[:2]
                 c.offset += 1
             else:
-                c[0], c[1] = pair
+                c[0], c[1] = new
                 c.advance(1)
         return logits
+
+    def _arrays(self, cache: Any) -> tuple[mx.array, ...]:
+        """What the step takes of a layer's cache: its two arrays, or what it writes keys and values into."""
+        if isinstance(cache, ArraysCache):
+            return cache[0], cache[1]
+        if cache.offset >= cache.keys.shape[2]:
+            B, Hk, _, D = cache.keys.shape
+            room = mx.zeros((B, Hk, CAPACITY_STEP, D), cache.keys.dtype)
+            cache.keys = mx.concatenate([cache.keys, room], axis=2)
+            cache.values = mx.concatenate([cache.values, room], axis=2)
+        turn = self._turns.get(cache)
+        if turn is not None and turn.offset == cache.offset:
+            keys, values = turn.left
+            if keys is cache.keys and values is cache.values:
+                return *turn.spare, *turn.rows
+        return cache.keys, cache.values, *(_last_rows(a, cache.offset) for a in (cache.keys, cache.values))
 
     def _function(self) -> tuple[Callable[..., Any], Counter[str]]:
         """The step for the settings of now, and what it launches; both are new when a weight or module is."""
@@ -118,13 +163,15 @@ class DecodeStep:
         text = self._text
         x = text.model.embed_tokens(inputs)
         new: list[mx.array] = []
-        for index, layer in enumerate(text.layers):
-            first, second = arrays[2 * index : 2 * index + 2]
+        rest = iter(arrays)
+        for layer in text.layers:
             if layer.is_linear:
-                x, *pair = layer.linear_attn.decode(x, layer.input_layernorm, first, second)
+                state = (next(rest), next(rest))
+                x, *results = layer.linear_attn.decode(x, layer.input_layernorm, *state)
             else:
-                x, *pair = layer.self_attn.decode(x, layer.input_layernorm, first, second, position)
-            new += pair
+                kv = (next(rest), next(rest), next(rest), next(rest))
+                x, *results = layer.self_attn.decode(x, layer.input_layernorm, *kv, position)
+            new += results
             x = layer.mlp.decode(x, layer.post_attention_layernorm)
         head = text.model.embed_tokens if text.args.tie_word_embeddings else text.lm_head
         return project(x, [head], norm=text.model.norm, out_dtype=mx.float32), *new
@@ -164,18 +211,12 @@ def _why_not_layer(layer: nn.Module, cache: Any) -> str | None:
     else:
         if type(cache) is not KVCache:
             return f"an attention layer's cache is {type(cache).__name__}"
-        if cache.keys is None:
+        if cache.keys is None or cache.offset == 0:
             return "an attention layer's cache is empty"
     return None
 
 
-def _arrays(cache: Any) -> tuple[mx.array, mx.array]:
-    """The two arrays of a layer's cache, with room for one more row in a KV cache."""
-    if isinstance(cache, ArraysCache):
-        return cache[0], cache[1]
-    if cache.offset >= cache.keys.shape[2]:
-        B, Hk, _, D = cache.keys.shape
-        room = mx.zeros((B, Hk, CAPACITY_STEP, D), cache.keys.dtype)
-        cache.keys = mx.concatenate([cache.keys, room], axis=2)
-        cache.values = mx.concatenate([cache.values, room], axis=2)
-    return cache.keys, cache.values
+def _last_rows(array: mx.array, offset: int) -> mx.array:
+    """The two rows [B, Hk, 2, D] before ``offset``; zeros before the first."""
+    rows = array[:, :, max(offset - 2, 0) : offset]
+    return rows if offset > 1 else mx.pad(rows, [(0, 0), (0, 0), (1, 0), (0, 0)])

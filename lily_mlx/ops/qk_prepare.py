@@ -4,22 +4,22 @@
 
 | array | shape | dtype |
 | --- | --- | --- |
-| q_raw | [B, T, *]; Hq heads from column ``offsets[0]``: D of query, D of gate | bfloat16, float16, float32 |
-| k_raw, v_raw | B T equal rows; Hk heads of D from column ``offsets[1]``, ``offsets[2]`` | as q_raw |
-| q_weight, k_weight | [D] | as q_raw |
+| projected | [B, T, columns]; see below | bfloat16, float16 or float32 |
+| q_weight, k_weight | [D] | as projected |
 | frequencies | [rotary / 2], radians a position; see :func:`rope_frequencies` | float32 |
 | position | [P], P at least B; ``position[b]`` is that of row b's first token, counted from 0 | int32 |
-| q (result) | [B, Hq, T, D] | float32, or as q_raw |
-| k, v (results) | [B, Hk, T, D] | as q_raw |
+| before | None, or if B T = 1 two arrays [1, Hk, 2, D]: the last rows of keys and of values | as projected |
+| q (result) | [B, Hq, T, D] | float32, or as projected |
+| k, v (results) | [B, Hk, T, D]; with ``before`` [1, Hk, 2, D], its second row first | as projected |
 
 The first ``rotary`` elements of a head are rotated, element i with element i + rotary / 2, as by
-``mx.fast.rope`` with ``traditional=False``. q_raw, k_raw and v_raw may be one array. The output gate is left
-where it is: ``attention_decode`` and ``attention_gate`` read it there.
+``mx.fast.rope`` with ``traditional=False``. A token's columns are q_raw, Hq heads from ``offsets[0]``
+on, each D of the query and D of the output gate; k_raw, Hk heads of D from ``offsets[1]`` on; and v_raw likewise
+from ``offsets[2]`` on. The gate is left where it is: ``attention_decode`` and ``attention_gate`` read it there.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -30,10 +30,10 @@ import numpy as np
 from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, TemplateValue, Variant, declare, launch
 from ..tiles import choose
+from .packed import float_bits
 from .trust import self_check
 
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
-NO_OFFSETS = (0, 0, 0)
 
 
 def _template(
@@ -43,9 +43,11 @@ def _template(
     Hk: int,
     D: int,
     rotary: int,
-    columns: Sequence[int],
+    columns: int,
     offsets: Sequence[int],
     eps: float,
+    one_token: bool,
+    has_before: bool,
     tile: Mapping[str, int],
 ) -> dict[str, TemplateValue]:
     return {
@@ -55,13 +57,13 @@ def _template(
         "Hk": Hk,
         "D": D,
         "ROTARY": rotary,
+        "COLUMNS": columns,
         "Q_OFFSET": offsets[0],
-        "Q_COLUMNS": columns[0],
         "K_OFFSET": offsets[1],
-        "K_COLUMNS": columns[1],
         "V_OFFSET": offsets[2],
-        "V_COLUMNS": columns[2],
-        "EPS_BITS": struct.unpack("<i", struct.pack("<f", eps))[0],
+        "EPS_BITS": float_bits(eps),
+        "ONE_TOKEN": one_token,
+        "HAS_BEFORE": has_before,
         "HEADS": tile["heads"],
         "SIMDGROUPS": tile["simdgroups"],
     }
@@ -79,29 +81,30 @@ def _threads(
 def _variant(
     dtype: mx.Dtype, q_dtype: mx.Dtype, T: int, Hq: int, Hk: int, D: int, rotary: int, **tile: int
 ) -> Variant:
-    columns = [2 * (Hq + Hk) * D] * 3
+    columns = 2 * (Hq + Hk) * D
     offsets = (0, 2 * Hq * D, (2 * Hq + Hk) * D)
-    template = _template(dtype, q_dtype, Hq, Hk, D, rotary, columns, offsets, 1e-6, tile)
-    return Variant(template, {"B": 1, "T": T}, *_threads(T, Hq + 2 * Hk, tile))
+    one = T == 1
+    template = _template(dtype, q_dtype, Hq, Hk, D, rotary, columns, offsets, 1e-6, one, one, tile)
+    return Variant(template, {"B": 1, "T": T, "R": 2 if one else T}, *_threads(T, Hq + 2 * Hk, tile))
 
 
 KERNEL = declare(
     Kernel(
         stem="qk_prepare",
         inputs=(
-            Buffer("q_raw", "B T Q_COLUMNS", "InT"),
-            Buffer("k_raw", "*", "InT"),
-            Buffer("v_raw", "*", "InT"),
+            Buffer("projected", "B T COLUMNS", "InT"),
             Buffer("q_weight", "D", "InT"),
             Buffer("k_weight", "D", "InT"),
             Buffer("frequencies", "*", "float32"),
             Buffer("position", "*", "int32"),
-            Buffer("sizes", "8", "int32"),
+            Buffer("sizes", "8", "int32", optional=True),
+            Buffer("k_before", "B Hk 2 D", "InT", optional=True),
+            Buffer("v_before", "B Hk 2 D", "InT", optional=True),
         ),
         outputs=(
             Buffer("q", "B Hq T D", "QT"),
-            Buffer("k", "B Hk T D", "InT"),
-            Buffer("v", "B Hk T D", "InT"),
+            Buffer("k", "B Hk R D", "InT"),
+            Buffer("v", "B Hk R D", "InT"),
         ),
         template=(
             "InT",
@@ -110,13 +113,13 @@ KERNEL = declare(
             "Hk",
             "D",
             "ROTARY",
+            "COLUMNS",
             "Q_OFFSET",
-            "Q_COLUMNS",
             "K_OFFSET",
-            "K_COLUMNS",
             "V_OFFSET",
-            "V_COLUMNS",
             "EPS_BITS",
+            "ONE_TOKEN",
+            "HAS_BEFORE",
             "HEADS",
             "SIMDGROUPS",
         ),
@@ -140,9 +143,7 @@ def rope_frequencies(rotary: int, theta: float) -> mx.array:
 
 
 def supports(
-    q_raw: mx.array,
-    k_raw: mx.array,
-    v_raw: mx.array,
+    projected: mx.array,
     q_weight: mx.array,
     k_weight: mx.array,
     frequencies: mx.array,
@@ -150,8 +151,9 @@ def supports(
     *,
     Hq: int,
     Hk: int,
-    offsets: Sequence[int] = NO_OFFSETS,
+    offsets: Sequence[int],
     q_dtype: mx.Dtype = mx.float32,
+    before: tuple[mx.array, mx.array] | None = None,
     backend: str | None = None,
 ) -> str | None:
     """None if the kernel takes these arrays on the back-end (by default the one in use), else the reason."""
@@ -164,28 +166,28 @@ def supports(
         return f"k_weight has shape {k_weight.shape}, not {(D,)}"
     if min(Hq, Hk) < 1:
         return f"no heads: Hq={Hq} Hk={Hk}"
-    if q_raw.ndim != 3 or q_raw.size == 0:
-        return f"q_raw has shape {q_raw.shape}, not [B, T, columns]"
-    B, T, _ = q_raw.shape
+    if projected.ndim != 3 or projected.size == 0:
+        return f"projected has shape {projected.shape}, not [B, T, columns]"
+    B, T, columns = projected.shape
     if B * T * (Hq + 2 * Hk) >= 2**31 - 2**16:
         return f"q, k and v have {B * T * (Hq + 2 * Hk)} heads, more than the kernel counts"
-    raw = {"q_raw": (q_raw, 2 * Hq * D), "k_raw": (k_raw, Hk * D), "v_raw": (v_raw, Hk * D)}
-    for (name, (array, size)), offset in zip(raw.items(), offsets, strict=True):
-        columns = array.size // (B * T)
-        if array.size % (B * T):
-            return f"{name} has {array.size} elements, not {B * T} equal rows"
+    for name, size, offset in zip("qkv", (2 * Hq * D, Hk * D, Hk * D), offsets, strict=True):
         if not 0 <= offset <= columns - size:
-            return f"{name} has {columns} columns; needs {size} from {offset}"
+            return f"{name} needs {size} columns from {offset}, projected has {columns}"
         if offset % 8 or columns % 8:
             return f"{name} starts at column {offset} of {columns}, which are not multiples of 8"
-    if q_raw.dtype not in ACTIVATION_DTYPES:
-        return f"q_raw is {q_raw.dtype}"
-    same = {"k_raw": k_raw, "v_raw": v_raw, "q_weight": q_weight, "k_weight": k_weight}
+    if projected.dtype not in ACTIVATION_DTYPES:
+        return f"projected is {projected.dtype}"
+    same = {"q_weight": q_weight, "k_weight": k_weight}
+    if before is not None:
+        same |= {"k_before": before[0], "v_before": before[1]}
+        if {a.shape for a in before} != {(1, Hk, 2, D)} or B * T != 1:
+            return f"before has shapes {[a.shape for a in before]}, not {(1, Hk, 2, D)} for one token"
     for name, array in same.items():
-        if array.dtype != q_raw.dtype:
-            return f"{name} is {array.dtype}, q_raw is {q_raw.dtype}"
-    if q_dtype not in (mx.float32, q_raw.dtype):
-        return f"q cannot be {q_dtype}: q_raw is {q_raw.dtype}"
+        if array.dtype != projected.dtype:
+            return f"{name} is {array.dtype}, projected is {projected.dtype}"
+    if q_dtype not in (mx.float32, projected.dtype):
+        return f"q cannot be {q_dtype}: projected is {projected.dtype}"
     if frequencies.dtype != mx.float32 or frequencies.ndim != 1 or not 2 <= 2 * frequencies.size <= D:
         return f"frequencies is {frequencies.dtype} {frequencies.shape}, not float32 of 1 to {D // 2}"
     if position.dtype != mx.int32 or position.ndim != 1 or position.size < B:
@@ -194,9 +196,7 @@ def supports(
 
 
 def qk_prepare_reference(
-    q_raw: mx.array,
-    k_raw: mx.array,
-    v_raw: mx.array,
+    projected: mx.array,
     q_weight: mx.array,
     k_weight: mx.array,
     frequencies: mx.array,
@@ -205,18 +205,19 @@ def qk_prepare_reference(
     Hq: int,
     Hk: int,
     eps: float = 1e-6,
-    offsets: Sequence[int] = NO_OFFSETS,
+    offsets: Sequence[int],
+    before: tuple[mx.array, mx.array] | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """The preparation in plain MLX, in float32; q and k are float32, v has the dtype given."""
-    B, T, _ = q_raw.shape
+    B, T, _ = projected.shape
     D, pairs = q_weight.size, frequencies.size
     positions = position[:B, None] + mx.arange(T)
     angles = positions[..., None, None].astype(mx.float32) * frequencies  # [B, T, 1, pairs]
     cosine, sine = mx.cos(angles), mx.sin(angles)
 
-    def take(array: mx.array, offset: int, *shape: int) -> mx.array:
+    def take(offset: int, *shape: int) -> mx.array:
         size = int(np.prod(shape))
-        return array.reshape(B, T, -1)[..., offset : offset + size].reshape(B, T, *shape)
+        return projected[..., offset : offset + size].reshape(B, T, *shape)
 
     def prepare(x: mx.array, weight: mx.array) -> mx.array:
         x = x.astype(mx.float32)
@@ -225,9 +226,15 @@ def qk_prepare_reference(
         rotated = [first * cosine - second * sine, second * cosine + first * sine, rest]
         return mx.concatenate(rotated, axis=-1).transpose(0, 2, 1, 3)
 
-    q = prepare(take(q_raw, offsets[0], Hq, 2, D)[..., 0, :], q_weight)
-    k = prepare(take(k_raw, offsets[1], Hk, D), k_weight)
-    return q, k, take(v_raw, offsets[2], Hk, D).transpose(0, 2, 1, 3)
+    q = prepare(take(offsets[0], Hq, 2, D)[..., 0, :], q_weight)
+    k = prepare(take(offsets[1], Hk, D), k_weight)
+    v = take(offsets[2], Hk, D).transpose(0, 2, 1, 3)
+    if before is None:
+        return q, k, v
+    rows = [
+        mx.concatenate([b[:, :, 1:].astype(x.dtype), x], axis=2) for b, x in zip(before, (k, v), strict=True)
+    ]
+    return q, rows[0], rows[1]
 
 
 @lru_cache(maxsize=256)
@@ -236,9 +243,7 @@ def _sizes(B: int, T: int) -> mx.array:
 
 
 def qk_prepare(
-    q_raw: mx.array,
-    k_raw: mx.array,
-    v_raw: mx.array,
+    projected: mx.array,
     q_weight: mx.array,
     k_weight: mx.array,
     frequencies: mx.array,
@@ -247,18 +252,19 @@ def qk_prepare(
     Hq: int,
     Hk: int,
     eps: float = 1e-6,
-    offsets: Sequence[int] = NO_OFFSETS,
+    offsets: Sequence[int],
     q_dtype: mx.Dtype = mx.float32,
+    before: tuple[mx.array, mx.array] | None = None,
     tile: Mapping[str, int] | None = None,
     backend: str | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Run the preparation on the GPU (or the host back-end).
 
     Args:
-        q_raw ... position: see the module's table; :func:`supports` must answer None.
+        projected ... position, before: see the module's table; :func:`supports` must answer None.
         Hq, Hk: query heads, and key and value heads.
         eps: of both RMSNorms.
-        offsets: first column of q_raw, k_raw and v_raw in their arrays, multiples of 8.
+        offsets: first column of q_raw, k_raw and v_raw, multiples of 8.
         q_dtype: of q.
         tile: ``heads`` of a simdgroup and ``simdgroups`` of a threadgroup; by default from the tile table.
         backend: ``metal``, ``cuda`` or ``host``; by default the one in use.
@@ -269,23 +275,28 @@ def qk_prepare(
     Raises:
         ValueError: the arrays do not fit the kernel.
     """
-    B, T, _ = q_raw.shape
+    B, T, columns = projected.shape
     D = q_weight.size
     backend = backend or backends.resolve()
     if tile is None:
         tile = choose("qk_prepare", backends.chip(backend), T=T, D=D)
-    columns = [array.size // (B * T) for array in (q_raw, k_raw, v_raw)]
+    one, has_before = B * T == 1, before is not None
+    rows = 2 if has_before else T
     grid, threadgroup = _threads(B * T, Hq + 2 * Hk, tile)
     q, k, v = launch(
         KERNEL,
-        [q_raw, k_raw, v_raw, q_weight, k_weight, frequencies, position, _sizes(B, T)],
+        [
+            *(projected, q_weight, k_weight, frequencies, position, None if one else _sizes(B, T)),
+            *(before or (None, None)),
+        ],
         template=_template(
-            q_raw.dtype, q_dtype, Hq, Hk, D, 2 * frequencies.size, columns, offsets, eps, tile
+            *(projected.dtype, q_dtype, Hq, Hk, D, 2 * frequencies.size, columns, offsets, eps),
+            *(one, has_before, tile),
         ),
         grid=grid,
         threadgroup=threadgroup,
-        output_shapes=[(B, Hq, T, D), (B, Hk, T, D), (B, Hk, T, D)],
-        output_dtypes=[q_dtype, q_raw.dtype, q_raw.dtype],
+        output_shapes=[(B, Hq, T, D), (B, Hk, rows, D), (B, Hk, rows, D)],
+        output_dtypes=[q_dtype, projected.dtype, projected.dtype],
         backend=backend,
     )
     return q, k, v
@@ -299,7 +310,7 @@ def _self_check(backend: str) -> str | None:
     projected = mx.random.normal((B, T, 2 * (Hq + Hk) * D), key=keys[0]).astype(mx.bfloat16)
     weights = [mx.random.uniform(0.5, 1.5, (D,), key=key).astype(mx.bfloat16) for key in keys[1:]]
     position = mx.array([1000] * 8, dtype=mx.int32)
-    operands = (projected, projected, projected, *weights, rope_frequencies(64, 1e7), position)
+    operands = (projected, *weights, rope_frequencies(64, 1e7), position)
     heads: dict[str, Any] = {"Hq": Hq, "Hk": Hk, "offsets": (0, 2 * Hq * D, (2 * Hq + Hk) * D)}
     got = qk_prepare(*operands, **heads, backend=backend)
     want = qk_prepare_reference(*operands, **heads)

@@ -35,16 +35,23 @@ def problem(shape, dtype=mx.float32, position=5, B=1, T=1, seed=0) -> dict:
         return mx.array((rng.normal(size=axes) * scale + shift).astype(np.float32)).astype(dtype)
 
     return {
-        "q_raw": normal(B, T, Hq * 2 * D),
-        "k_raw": normal(B, T, Hk * D),
-        "v_raw": normal(B, T, Hk * D),
+        "projected": normal(B, T, 2 * (Hq + Hk) * D),
         "q_weight": normal(D, scale=0.2, shift=1.0),
         "k_weight": normal(D, scale=0.2, shift=1.0),
         "frequencies": op.rope_frequencies(rotary, 1e7),
         "position": mx.array([*(position + 7 * b for b in range(B)), *[-99] * 7], dtype=mx.int32),
         "Hq": Hq,
         "Hk": Hk,
+        "offsets": (0, 2 * Hq * D, (2 * Hq + Hk) * D),
     }
+
+
+def before(arguments: dict, seed=1) -> tuple[mx.array, mx.array]:
+    """The last two rows of a cache, the first of them NaN, because it is not read."""
+    D = arguments["q_weight"].size
+    rows = mx.random.normal((2, 1, arguments["Hk"], 2, D), key=mx.random.key(seed))
+    rows[:, :, :, 0] = mx.nan
+    return tuple(rows.astype(arguments["projected"].dtype))
 
 
 def check(
@@ -54,7 +61,7 @@ def check(
     q, k, v = op.qk_prepare(**arguments, tile=tile, backend=backend)
     want_q, want_k, want_v = op.qk_prepare_reference(**{k: v for k, v in arguments.items() if k != "q_dtype"})
     assert q.dtype == arguments.get("q_dtype", mx.float32)
-    assert k.dtype == arguments["q_raw"].dtype
+    assert k.dtype == arguments["projected"].dtype
     assert_close("q", q, want_q, 1e-5 + angle_error)
     assert_close("k", k, want_k, 1e-5 + angle_error)
     assert mx.array_equal(v, want_v), "v is copied, not computed"
@@ -93,6 +100,19 @@ def test_every_layout_and_length(backend, tile, T):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile.values())))
+@pytest.mark.parametrize("shape", [SMALL, (2, 1, 64, 24)])
+def test_the_row_before_comes_first(backend, tile, shape):
+    arguments = problem(shape, mx.bfloat16)
+    rows = before(arguments)
+    q, k, v = check({**arguments, "before": rows}, backend, tile=tile)
+    assert mx.array_equal(k[:, :, :1], rows[0][:, :, 1:])
+    assert mx.array_equal(v[:, :, :1], rows[1][:, :, 1:])
+    alone = op.qk_prepare(**arguments, backend=backend)
+    assert all(mx.array_equal(x, y) for x, y in zip((q, k[:, :, 1:], v[:, :, 1:]), alone, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
 def test_queries_in_the_activation_type(backend, dtype):
     check({**problem(SMALL, dtype, T=17), "q_dtype": dtype}, backend)
@@ -108,7 +128,7 @@ def test_a_token_is_the_same_in_any_sequence(backend):
     """In a prompt, in a batch and alone, at the same position: the same bits, by any tile."""
     arguments = problem(SMALL, mx.bfloat16, B=2, T=20)
     together = op.qk_prepare(**arguments, backend=backend)
-    token = {name: arguments[name][1:, 18:19] for name in ("q_raw", "k_raw", "v_raw")}
+    token = {"projected": arguments["projected"][1:, 18:19]}
     position = mx.array([5 + 7 + 18] * 8, dtype=mx.int32)
     alone = op.qk_prepare(**{**arguments, **token, "position": position}, backend=backend)
     assert all(mx.array_equal(x[1:, :, 18:19], y) for x, y in zip(together, alone, strict=True))
@@ -137,20 +157,19 @@ def test_without_rotation(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_projections_in_one_buffer(backend):
-    """In an order of their own, with NaN between and around them; the gate is not read."""
+def test_columns_in_another_order(backend):
+    """With NaN between and around them; the gate is not read."""
     Hq, _, D, _ = SMALL
     arguments = problem(SMALL, mx.bfloat16)
     want = op.qk_prepare(**arguments, backend=backend)
+    q_raw, k_raw, v_raw = mx.split(arguments["projected"], arguments["offsets"][1:], axis=-1)
     gap = mx.full((1, 1, 8), mx.nan, mx.bfloat16)
-    queries = arguments["q_raw"].reshape(Hq, 2, D)
+    queries = q_raw.reshape(Hq, 2, D)
     queries = mx.stack([queries[:, 0], mx.full((Hq, D), mx.nan, mx.bfloat16)], axis=1).reshape(1, 1, -1)
-    parts = [gap, arguments["v_raw"], gap, queries, gap, arguments["k_raw"], gap]
+    parts = [gap, v_raw, gap, queries, gap, k_raw, gap]
     starts = np.cumsum([0] + [part.size for part in parts]).tolist()
-    buffer = mx.concatenate(parts, axis=-1)
-    one = dict.fromkeys(("q_raw", "k_raw", "v_raw"), buffer)
-    offsets = (starts[3], starts[5], starts[1])
-    got = op.qk_prepare(**{**arguments, **one, "offsets": offsets}, backend=backend)
+    other = {"projected": mx.concatenate(parts, axis=-1), "offsets": (starts[3], starts[5], starts[1])}
+    got = op.qk_prepare(**{**arguments, **other}, backend=backend)
     assert all(mx.array_equal(x, y) for x, y in zip(got, want, strict=True))
 
 
@@ -161,8 +180,9 @@ def test_the_same_as_mlx(backend, position):
     Hq, Hk, D, rotary = SMALL
     arguments = problem(SMALL, position=position)
     q, k, _ = op.qk_prepare(**arguments, backend=backend)
-    queries = arguments["q_raw"].reshape(1, 1, Hq, 2 * D)[..., :D]
-    keys = arguments["k_raw"].reshape(1, 1, Hk, D)
+    q_raw, k_raw, _ = mx.split(arguments["projected"], arguments["offsets"][1:], axis=-1)
+    queries = q_raw.reshape(1, 1, Hq, 2 * D)[..., :D]
+    keys = k_raw.reshape(1, 1, Hk, D)
     for name, got, raw in (("q", q, queries), ("k", k, keys)):
         normal = mx.fast.rms_norm(raw, arguments[f"{name}_weight"], 1e-6).transpose(0, 2, 1, 3)
         want = mx.fast.rope(normal, rotary, traditional=False, base=1e7, scale=1.0, offset=position)
@@ -187,23 +207,24 @@ def test_the_text_for_apple_silicon_runs_on_the_host(monkeypatch):
     check(problem(SMALL, mx.bfloat16), "host")
 
 
-@pytest.mark.parametrize("T", [1, 70])
-def test_on_metal_it_is_one_dispatch(T):
+@pytest.mark.parametrize(("T", "has_before", "inputs"), [(1, False, 5), (1, True, 7), (70, False, 6)])
+def test_on_metal_it_is_one_dispatch(T, has_before, inputs):
     """Traced on any machine: nothing is copied, padded or converted around the kernel."""
     arguments = problem((2, 1, 64, 32), mx.bfloat16, T=T)
-    heads = {name: arguments.pop(name) for name in ("Hq", "Hk")}
-    names: list[str] = []
+    rows = before(arguments) if has_before else ()
+    heads = {name: arguments.pop(name) for name in ("Hq", "Hk", "offsets")}
+    found: list[tuple[str, int]] = []
 
     def record(node):
         if node["type"] == "primitive":
-            names.append(node["name"])
+            found.append((node["name"], len(node["inputs"])))
 
     def layer(*values):
         with backends.override("metal"):
-            return op.qk_prepare(*values, **heads)
+            return op.qk_prepare(*values[:5], **heads, before=values[5:] or None)
 
-    mx.export_function(record, layer, *arguments.values())
-    assert names == ["CustomKernel"]
+    mx.export_function(record, layer, *arguments.values(), *rows)
+    assert found == [("CustomKernel", inputs)]
 
 
 @pytest.mark.parametrize(
@@ -213,15 +234,16 @@ def test_on_metal_it_is_one_dispatch(T):
         ({"q_weight": mx.zeros((80,))}, "D must be a multiple of 32"),
         ({"k_weight": mx.zeros((64,))}, "k_weight has shape"),
         ({"Hk": 0}, "no heads"),
-        ({"Hq": 7}, "q_raw has 1152 columns; needs 1344 from 0"),
-        ({"offsets": (0, 8, 0)}, "k_raw has 288 columns; needs 288 from 8"),
-        ({"v_raw": mx.zeros((296,)), "offsets": (0, 0, 4)}, "not multiples of 8"),
-        ({"v_raw": mx.zeros((300,))}, "not multiples of 8"),
-        ({"q_raw": mx.zeros((1152,))}, "not [B, T, columns]"),
-        ({"q_raw": mx.zeros((1, 5, 1152))}, "k_raw has 288 elements, not 5 equal rows"),
+        ({"Hq": 10}, "q needs 1920 columns from 0, projected has 1728"),
+        ({"offsets": (0, 1160, 1440)}, "v needs 288 columns from 1448"),
+        ({"offsets": (0, 1152, 1436)}, "not multiples of 8"),
+        ({"projected": mx.zeros((1, 1, 1732))}, "not multiples of 8"),
+        ({"projected": mx.zeros((1728,))}, "not [B, T, columns]"),
+        ({"before": (mx.zeros((1, 3, 1, 96)),) * 2}, "not (1, 3, 2, 96) for one token"),
+        ({"before": (mx.zeros((1, 3, 2, 96), mx.float16),) * 2}, "k_before is mlx.core.float16"),
         ({"q_dtype": mx.float16}, "q cannot be mlx.core.float16"),
-        ({"k_raw": mx.zeros((288,), mx.float16)}, "k_raw is mlx.core.float16"),
-        ({"q_raw": mx.zeros((1, 1, 1152), mx.int32)}, "q_raw is mlx.core.int32"),
+        ({"k_weight": mx.zeros((96,), mx.float16)}, "k_weight is mlx.core.float16"),
+        ({"projected": mx.zeros((1, 1, 1728), mx.int32)}, "projected is mlx.core.int32"),
         ({"frequencies": mx.zeros((49,))}, "not float32 of 1 to 48"),
         ({"frequencies": mx.zeros((0,))}, "not float32 of 1 to 48"),
         ({"position": mx.zeros((8,))}, "not int32 of at least 1"),
