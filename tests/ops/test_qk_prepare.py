@@ -235,7 +235,7 @@ def test_on_metal_it_is_one_dispatch(T, has_before, inputs):
         ({"k_weight": mx.zeros((64,))}, "k_weight has shape"),
         ({"Hk": 0}, "no heads"),
         ({"Hq": 10}, "q needs 1920 columns from 0, projected has 1728"),
-        ({"offsets": (0, 1160, 1440)}, "v needs 288 columns from 1448"),
+        ({"offsets": (0, 1160, 1448)}, "v needs 288 columns from 1448"),
         ({"offsets": (0, 1152, 1436)}, "not multiples of 8"),
         ({"projected": mx.zeros((1, 1, 1732))}, "not multiples of 8"),
         ({"projected": mx.zeros((1728,))}, "not [B, T, columns]"),
