@@ -15,9 +15,9 @@
 The first ``rotary`` elements of a head are rotated, element i with element i + rotary / 2, as by
 ``mx.fast.rope`` with ``traditional=False``.
 
-The columns of a token are q_raw, Hq heads from ``offsets[0]`` on, each D of the query and D of the output gate;
-k_raw, Hk heads of D from ``offsets[1]`` on; and v_raw likewise from ``offsets[2]`` on. The gate is left where it
-is: ``attention_decode`` and ``attention_gate`` read it there.
+The columns of a token are q_raw, Hq heads from ``offsets[0]`` on, each D of the query and D of the output
+gate; k_raw, Hk heads of D from ``offsets[1]`` on; and v_raw likewise from ``offsets[2]`` on. The gate is left
+where it is: ``attention_decode`` and ``attention_gate`` read it there.
 """
 
 from __future__ import annotations
