@@ -1,0 +1,51 @@
+"""The whole tiny checkpoint's prefill in Lily's kernels, on the host back-end, in fp32 against stock."""
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import lily_mlx
+from lily_mlx.counters import counts
+from tests.conftest import TINY
+
+TOKENS = 66  # more than one chunk of 64, and a last chunk of 7 that is not full
+
+
+def log_probabilities(model, tokens, step):
+    """Of every position [T, V], computed in chunks of ``step`` tokens."""
+    cache = make_prompt_cache(model)
+    parts = []
+    for start in range(0, tokens.shape[1], step):
+        logits = model(tokens[:, start : start + step], cache=cache)[0].astype(mx.float32)
+        parts.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        mx.eval(parts[-1], [c.state for c in cache])
+    return np.array(mx.concatenate(parts))
+
+
+@pytest.fixture(scope="module")
+def in_fp32(reference):
+    """Lily's model, tokens and stock's log-probabilities, all but the weights in fp32."""
+    tokens = mx.array(reference[0][:1, :TOKENS])
+    stock, _ = mlx_lm.load(str(TINY))
+    stock.set_dtype(mx.float32)
+    lily, _ = lily_mlx.load(TINY)
+    lily.set_dtype(mx.float32)
+    return lily, tokens, log_probabilities(stock, tokens, TOKENS)
+
+
+@pytest.mark.parametrize("step", [7, 64])
+def test_log_probabilities_are_stocks_in_any_chunking(in_fp32, monkeypatch, step):
+    """In fp32, because rounding to bfloat16 moves this model's by more than a wrong kernel might."""
+    model, tokens, expected = in_fp32
+    monkeypatch.setenv("LILY_BACKEND", "host")
+    counts.clear()
+    actual = log_probabilities(model, tokens, step)
+    chunks = -(-TOKENS // step)
+    linear = sum(layer.is_linear for layer in model.layers)
+    for op in ("gated_delta_prepare", "gated_delta_scan", "gated_rms_norm"):
+        assert counts[f"op.{op}"] == chunks * linear, op
+    for op in ("qk_prepare", "attention_gate"):
+        assert counts[f"op.{op}"] == chunks * (len(model.layers) - linear), op
+    assert np.abs(actual - expected).max() < 1e-3
