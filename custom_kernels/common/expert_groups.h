@@ -143,9 +143,9 @@ struct lily_expert_groups {
       int place = starts[expert] + Counts::get(before, expert);
       LILY_UNROLL
       for (int word = 0; word < MARK_WORDS; ++word) {
-        const int below = lily_max(lily_min(bit - word * 32, 32), 0);
-        const u32 mask = below == 32 ? 0xffffffffu : (1u << below) - 1u;
-        place += int(lily_popcount(marks[expert * MARK_WORDS + word] & mask));
+        // Not 32 compared with a number kept within 0 and 32: of that, ptxas 13.0 makes wrong code for sm_90.
+        const u32 below = word == bit / 32 ? (1u << (bit % 32)) - 1u : word < bit / 32 ? 0xffffffffu : 0u;
+        place += int(lily_popcount(marks[expert * MARK_WORDS + word] & below));
       }
       rows[place] = i + token;  // token * (TOP_K + 1) + slot
     }
