@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from .checkpoint import Checkpoint
+from .layers.fusion import why_apart
 from .ops import (
     attention_decode,
     expert_down,
@@ -176,27 +177,28 @@ class _Examples:
         E, M, MS = text["num_experts"], text["moe_intermediate_size"], text["shared_expert_intermediate_size"]
         if not text.get("norm_topk_prob", True):
             return "norm_topk_prob is false"
-        return self._not_quantised() or self._ask(
+        if reason := self._not_quantised():
+            return reason
+        return why_apart([self._packed(E, M, width), self._packed(MS, width)]) or self._ask(
             expert_gate_up,
             self._zeros(1, 1, width),
             self._zeros(width),
             self._zeros(1, 1, E + 1, dtype=mx.float32),
-            *[self._packed(E, M, width)] * 2,
-            *[self._packed(MS, width)] * 2,
+            self._packed(2 * (E + 1), M, width),
             text["num_experts_per_tok"],
         )
 
     def _down(self) -> str | None:
         text, width, k = self.text, self.text["hidden_size"], self.text["num_experts_per_tok"]
         E, M, MS = text["num_experts"], text["moe_intermediate_size"], text["shared_expert_intermediate_size"]
-        return self._not_quantised() or self._ask(
+        if reason := self._not_quantised():
+            return reason
+        return why_apart([self._packed(E, width, M), self._packed(width, MS)]) or self._ask(
             expert_down,
-            self._zeros(k * M + MS, dtype=mx.float32),
-            self._zeros(k + 1, dtype=mx.int32),
-            self._zeros(k + 1, dtype=mx.float32),
+            self._zeros((k + 1) * (M + 2), dtype=mx.float32),
             self._zeros(1, 1, width),
-            self._packed(E, width, M),
-            self._packed(width, MS),
+            self._packed(E + 1, width, M),
+            k,
         )
 
     def _step(self) -> str | None:

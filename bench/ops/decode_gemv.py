@@ -107,6 +107,10 @@ def stock_product(x: mx.array, matrix: Packed) -> mx.array:
     return mx.quantized_matmul(x, *matrix[:3], transpose=True, group_size=GROUP, bits=matrix.bits)
 
 
+def rows(matrices: Packed, expert: int) -> Packed:
+    return Packed(*(part[expert] for part in matrices[:3]), matrices.bits, matrices.group_size)
+
+
 def tiles(names: str, *values: tuple[int, ...]) -> list[Tile]:
     return [dict(zip(names.split(), value, strict=True)) for value in values]
 
@@ -173,10 +177,7 @@ def gate_up_job(candidates: list[Tile], backend: str, shape: Shape) -> Job:
     """The first values of h are the next logits, so every call chooses other experts."""
     K, M, E = shape.K, shape.M, shape.E
     count = 3
-    layers = [
-        [random_matrix(E, M, K), random_matrix(E, M, K), random_matrix(M, K), random_matrix(M, K)]
-        for _ in range(count)
-    ]
+    layers = [random_matrix(2 * (E + 1), M, K) for _ in range(count)]
     x = mx.random.normal((1, 1, K)).astype(DTYPE)
     norm_weight = mx.random.uniform(0.5, 1.5, (K,)).astype(DTYPE)
     logits = mx.random.normal((E + 1,))
@@ -187,24 +188,23 @@ def gate_up_job(candidates: list[Tile], backend: str, shape: Shape) -> Job:
         def run(value: mx.array, call: int) -> mx.array:
             matrices = layers[call % count]
             if tile:
-                h, _, _ = expert_gate_up.expert_gate_up(
-                    x, norm_weight, value[: E + 1], *matrices, TOP_K, tile=tile, backend=backend
+                return expert_gate_up.expert_gate_up(
+                    x, norm_weight, value[: E + 1], matrices, TOP_K, tile=tile, backend=backend
                 )
-                return h
             before = x if value.size < K else value[:K].reshape(1, 1, K).astype(DTYPE)
             n = mx.fast.rms_norm(before, norm_weight, 1e-6)
             g, u = (
                 mx.gather_qmm(
                     n[..., None, :],
-                    *matrix[:3],
-                    rhs_indices=chosen[call % 64],
+                    *matrices[:3],
+                    rhs_indices=chosen[call % 64] + first,
                     transpose=True,
                     group_size=GROUP,
                     bits=4,
                 )
-                for matrix in matrices[:2]
+                for first in (0, E + 1)
             )
-            shared_g, shared_u = (stock_product(n, matrix) for matrix in matrices[2:])
+            shared_g, shared_u = (stock_product(n, rows(matrices, expert)) for expert in (E, 2 * E + 1))
             routed = nn.silu(g) * u
             shared = nn.silu(shared_g) * shared_u
             return mx.concatenate([routed.reshape(-1), shared.reshape(-1)])
@@ -212,15 +212,19 @@ def gate_up_job(candidates: list[Tile], backend: str, shape: Shape) -> Job:
         return run
 
     def error(tile: Tile) -> float:
-        arguments = (x, norm_weight, logits, *layers[0], TOP_K)
-        got = expert_gate_up.expert_gate_up(*arguments, tile=tile, backend=backend)
-        want = expert_gate_up.expert_gate_up_reference(*arguments)
-        if got[1].tolist() != want[1].tolist():
+        arguments = (x, norm_weight, logits, layers[0], TOP_K)
+        got, want = (
+            expert_gate_up.Chosen.of(array, TOP_K)
+            for array in (
+                expert_gate_up.expert_gate_up(*arguments, tile=tile, backend=backend),
+                expert_gate_up.expert_gate_up_reference(*arguments),
+            )
+        )
+        if got.experts.tolist() != want.experts.tolist():
             return math.inf
-        return max(relative_error(got[0], want[0]), relative_error(got[2], want[2]))
+        return max(relative_error(got.h, want.h), relative_error(got.weights, want.weights))
 
-    nbytes = sum(matrix.nbytes // E * TOP_K for matrix in layers[0][:2])
-    nbytes += sum(matrix.nbytes for matrix in layers[0][2:])
+    nbytes = layers[0].nbytes // (E + 1) * (TOP_K + 1)
     return Job("expert_gate_up", nbytes, logits, step, error, 4e-5, candidates)
 
 
@@ -228,26 +232,27 @@ def down_job(candidates: list[Tile], backend: str, shape: Shape) -> Job:
     """y is the next residual."""
     K, M, E = shape.K, shape.M, shape.E
     count = 3
-    layers = [[random_matrix(E, K, M), random_matrix(K, M)] for _ in range(count)]
-    h = mx.random.normal(((TOP_K + 1) * M,))
+    layers = [random_matrix(E + 1, K, M) for _ in range(count)]
+    h = mx.random.normal((TOP_K + 1, M))
     stock_h = h.astype(DTYPE)
     weights = mx.softmax(mx.random.normal((TOP_K + 1,)))
     residual = mx.random.normal((1, 1, K)).astype(DTYPE)
     chosen = [
         mx.concatenate([mx.random.permutation(E)[:TOP_K], mx.array([E])]).astype(mx.int32) for _ in range(64)
     ]
-    mx.eval(layers, h, stock_h, weights, residual, chosen)
+    passed_on = [expert_gate_up.Chosen(h, experts, weights).array for experts in chosen]
+    mx.eval(layers, h, stock_h, weights, residual, chosen, passed_on)
 
     def step(tile: Tile | None) -> Step:
         def run(value: mx.array, call: int) -> mx.array:
-            down, shared = layers[call % count]
+            down = layers[call % count]
             experts = chosen[call % 64]
             if tile:
                 return expert_down.expert_down(
-                    h, experts, weights, value, down, shared, tile=tile, backend=backend
+                    passed_on[call % 64], value, down, TOP_K, tile=tile, backend=backend
                 )
             routed = mx.gather_qmm(
-                stock_h[: TOP_K * M].reshape(1, 1, TOP_K, 1, M),
+                stock_h[:TOP_K].reshape(1, 1, TOP_K, 1, M),
                 *down[:3],
                 rhs_indices=experts[:TOP_K].reshape(1, 1, TOP_K),
                 transpose=True,
@@ -255,18 +260,17 @@ def down_job(candidates: list[Tile], backend: str, shape: Shape) -> Job:
                 bits=4,
             ).squeeze(-2)
             y = (routed * weights[:TOP_K, None].astype(DTYPE)).sum(-2)
-            shared_y = stock_product(stock_h[TOP_K * M :].reshape(1, 1, M), shared)
+            shared_y = stock_product(stock_h[TOP_K:].reshape(1, 1, M), rows(down, E))
             return value + (y + weights[TOP_K].astype(DTYPE) * shared_y)
 
         return run
 
     def error(tile: Tile) -> float:
-        arguments = (h, chosen[0], weights, residual, *layers[0])
+        arguments = (passed_on[0], residual, layers[0], TOP_K)
         got = expert_down.expert_down(*arguments, tile=tile, backend=backend)
         return relative_error(got, expert_down.expert_down_reference(*arguments))
 
-    down, shared = layers[0]
-    nbytes = down.nbytes // E * TOP_K + shared.nbytes
+    nbytes = layers[0].nbytes // (E + 1) * (TOP_K + 1)
     return Job("expert_down", nbytes, residual, step, error, ROUNDING + 2e-5, candidates)
 
 

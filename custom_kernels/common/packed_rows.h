@@ -80,29 +80,51 @@ struct lily_shared_vector {
       f32 x[UNIT];
       lily_unpack(lily_load<UNIT>(source + k), x);
       if constexpr (NORM) {
-        f32 weight[UNIT];
-        lily_unpack(lily_load<UNIT>(norm_weight + k), weight);
-        LILY_UNROLL
-        for (int i = 0; i < UNIT; ++i) {
-          squares = lily_fma(x[i], x[i], squares);
-          x[i] *= weight[i];
-        }
+        squares += weigh(x, lily_load<UNIT>(norm_weight + k));
       }
-      f32 sums[2] = {(x[0] + x[2]) + (x[4] + x[6]), (x[1] + x[3]) + (x[5] + x[7])};
-      lily_store<UNIT>(memory + k + k / 32 * 4, lily_pack<f32, UNIT>(x));
-      lily_store<2>(memory + SUMS_AT + k / UNIT * 2, lily_pack<f32, 2>(sums));
+      store(k, x);
     }
+    store_starts(thread_index);
+    if constexpr (NORM) {
+      store_squares(squares, thread_index, lane);
+    }
+  }
+
+  // Its steps, for a kernel that loads x and norm_weight long before. x * norm_weight; the sum of x^2.
+  template <typename NormT>
+  static LILY_INLINE f32 weigh(LILY_THREAD f32* x, lily_vec<NormT, 8> norm_weight) {
+    f32 weight[UNIT];
+    lily_unpack(norm_weight, weight);
+    f32 squares = 0.0f;
+    LILY_UNROLL
+    for (int i = 0; i < UNIT; ++i) {
+      squares = lily_fma(x[i], x[i], squares);
+      x[i] *= weight[i];
+    }
+    return squares;
+  }
+
+  // The values k to k + 7.
+  LILY_INLINE void store(int k, LILY_THREAD const f32* x) {
+    f32 sums[2] = {(x[0] + x[2]) + (x[4] + x[6]), (x[1] + x[3]) + (x[5] + x[7])};
+    lily_store<UNIT>(memory + k + k / 32 * 4, lily_pack<f32, UNIT>(x));
+    lily_store<2>(memory + SUMS_AT + k / UNIT * 2, lily_pack<f32, 2>(sums));
+  }
+
+  LILY_INLINE void store_starts(uint thread_index) {
     if (thread_index == 0) {
       f32 starts[4] = {
           lily_operand<4>::START_EVEN, lily_operand<4>::START_ODD,
           lily_operand<8>::START_EVEN, lily_operand<8>::START_ODD};
       lily_store<4>(memory + STARTS_AT, lily_pack<f32, 4>(starts));
     }
-    if constexpr (NORM) {
-      squares = lily_simd_sum(squares);
-      if (lane == 0) {
-        memory[SQUARES_AT + int(thread_index) / 32] = squares;
-      }
+  }
+
+  // squares: of the values that the thread has stored.
+  LILY_INLINE void store_squares(f32 squares, uint thread_index, uint lane) {
+    squares = lily_simd_sum(squares);
+    if (lane == 0) {
+      memory[SQUARES_AT + int(thread_index) / 32] = squares;
     }
   }
 
@@ -202,16 +224,21 @@ struct lily_packed_rows {
   }
 
   LILY_INLINE void load(int chunk, uint lane) {
+    load(chunk, chunk % DEPTH, lane);
+  }
+
+  // place: chunk % DEPTH, where the compiler cannot know it: registers have no index.
+  LILY_INLINE void load(int chunk, int place, uint lane) {
     const int word = chunk * (LANES * 4) + lane_in_row(lane) * 4;
     const int group = column(chunk, lane) / GROUP;
     LILY_UNROLL
     for (int r = 0; r < ROWS; ++r) {
-      words[chunk % DEPTH][r] = lily_load<4>(weights + r * ROW_WORDS + word);
+      words[place][r] = lily_load<4>(weights + r * ROW_WORDS + word);
     }
     LILY_UNROLL
     for (int r = 0; r < ROWS; ++r) {
-      scale[chunk % DEPTH][r] = scales[r * ROW_GROUPS + group];
-      bias[chunk % DEPTH][r] = biases[r * ROW_GROUPS + group];
+      scale[place][r] = scales[r * ROW_GROUPS + group];
+      bias[place][r] = biases[r * ROW_GROUPS + group];
     }
   }
 

@@ -11,7 +11,9 @@ from mlx_lm.models.activations import swiglu
 
 from ..ops.choice import why_not
 from ..ops.expert_down import expert_down
-from ..ops.expert_gate_up import expert_gate_up
+from ..ops.expert_gate_up import Chosen, expert_gate_up
+from ..ops.packed import Packed
+from .fusion import join
 from .projection import packed, project
 
 
@@ -28,48 +30,51 @@ class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
         Returns:
             [1, 1, hidden size].
         """
+        experts, shared, k = self.switch_mlp, self.shared_expert, self.top_k
+        gate_up = _joined([experts.gate_proj, shared.gate_proj, experts.up_proj, shared.up_proj])
+        down = _joined([experts.down_proj, shared.down_proj])
         # float32, because rounding logits changes which experts are chosen
         logits = project(x, [self.gate, self.shared_expert_gate], norm=norm, out_dtype=mx.float32)
-        h, experts, weights, width = self._gate_up(x, norm, logits)
-        down: list[Any] = [packed(self.switch_mlp.down_proj), packed(self.shared_expert.down_proj)]
-        operands: tuple[Any, ...] = (h, experts, weights, x, *down)
-        if None not in down and why_not("expert_down", *operands) is None:
-            return expert_down(*operands)
-        k = self.top_k
-        y = self.switch_mlp.down_proj(h[: k * width].astype(x.dtype).reshape(k, 1, width), experts[:k])
-        shared = self.shared_expert.down_proj(h[k * width :].astype(x.dtype))
-        y = (y.reshape(k, -1) * weights[:k, None]).sum(axis=0) + weights[k] * shared
-        return x + y.astype(x.dtype).reshape(x.shape)
+        operands: tuple[Any, ...] = (x, norm.weight, logits, gate_up, k)
+        if self.norm_topk_prob and gate_up is not None and why_not("expert_gate_up", *operands) is None:
+            chosen = expert_gate_up(*operands, eps=norm.eps)
+        elif down is not None:
+            chosen = self._gate_up(norm(x), logits).array
+        else:
+            return x + self(norm(x))
+        if down is not None and why_not("expert_down", chosen, x, down, k) is None:
+            return expert_down(chosen, x, down, k)
+        return x + self._down(Chosen.of(chosen, k), x.dtype)
 
-    def _gate_up(
-        self, x: mx.array, norm: nn.RMSNorm, logits: mx.array
-    ) -> tuple[mx.array, mx.array, mx.array, int]:
-        """h [top_k * M + MS] float32, experts and weights [top_k + 1], as ``ops.expert_gate_up``; and M."""
-        matrices: list[Any] = [
-            packed(self.switch_mlp.gate_proj),
-            packed(self.switch_mlp.up_proj),
-            packed(self.shared_expert.gate_proj),
-            packed(self.shared_expert.up_proj),
-        ]
-        operands: tuple[Any, ...] = (x, norm.weight, logits, *matrices, self.top_k)
-        if self.norm_topk_prob and None not in matrices and why_not("expert_gate_up", *operands) is None:
-            return *expert_gate_up(*operands, eps=norm.eps), matrices[0].rows
+    def _gate_up(self, n: mx.array, logits: mx.array) -> Chosen:
+        """What ``ops.expert_gate_up`` does, in stock's layers; all experts are of one width."""
         E, k = self.num_experts, self.top_k
-        n = norm(x)
-        probabilities = mx.softmax(logits[0, 0, :E], axis=-1, precise=True)
-        experts = mx.argpartition(probabilities, kth=-k)[-k:]
-        weights = probabilities[experts]
+        probabilities = mx.softmax(logits[..., :E], axis=-1, precise=True)
+        experts = mx.argpartition(probabilities, kth=-k, axis=-1)[..., -k:]
+        weights = mx.take_along_axis(probabilities, experts, axis=-1)
         if self.norm_topk_prob:
-            weights = weights / weights.sum()
-        rows = n.reshape(1, 1, -1)
+            weights = weights / weights.sum(axis=-1, keepdims=True)
+        rows = mx.expand_dims(n, (-2, -3))
         h = swiglu(self.switch_mlp.gate_proj(rows, experts), self.switch_mlp.up_proj(rows, experts))
         shared = swiglu(self.shared_expert.gate_proj(n), self.shared_expert.up_proj(n))
-        return (
-            mx.concatenate([h.reshape(-1), shared.reshape(-1)]).astype(mx.float32),
-            mx.concatenate([experts, mx.array([E], experts.dtype)]).astype(mx.int32),
-            mx.concatenate([weights, mx.sigmoid(logits[0, 0, E:])]),
-            h.shape[-1],
+        return Chosen(
+            mx.concatenate([h.reshape(k, -1), shared.reshape(1, -1)]),
+            mx.concatenate([experts.reshape(-1), mx.array([E], experts.dtype)]),
+            mx.concatenate([weights.reshape(-1), mx.sigmoid(logits[0, 0, E:])]),
         )
+
+    def _down(self, chosen: Chosen, dtype: mx.Dtype) -> mx.array:
+        """What ``ops.expert_down`` does, in stock's layers, without the residual: [1, 1, hidden size]."""
+        k = self.top_k
+        h = chosen.h.astype(dtype)
+        y = self.switch_mlp.down_proj(h[None, None, :k, None], chosen.experts[None, None, :k]).squeeze(-2)
+        shared = self.shared_expert.down_proj(h[None, k:])
+        return ((y * chosen.weights[:k, None]).sum(axis=-2) + chosen.weights[k] * shared).astype(dtype)
+
+
+def _joined(layers: list[nn.Module]) -> Packed | None:
+    """The layers' matrices behind one another, or None where they are more than that or differ in shape."""
+    return None if any(packed(layer) is None for layer in layers) else join(layers)
 
 
 class MLP(stock.Qwen3NextMLP):

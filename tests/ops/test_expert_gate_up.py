@@ -23,42 +23,32 @@ TILES = [
 ]
 
 # Unequal everywhere, so that a swapped axis cannot go unseen.
-SMALL = {"K": 96, "M": 40, "MS": 24, "E": 13, "top_k": 7, "group": 32}
+SMALL = {"K": 96, "M": 40, "E": 13, "top_k": 7, "group": 32}
 
 
-def problem(K, M, MS, E, top_k, bits=4, shared_bits=None, group=64, dtype=mx.float32, logits=None, seed=0):
+def problem(K, M, E, top_k, bits=4, group=64, dtype=mx.float32, logits=None, seed=0):
     """Arguments of the op; ``logits`` is their dtype or themselves."""
     rng = np.random.default_rng(seed)
     if not isinstance(logits, mx.array):
         logits = vector(rng, 1, 1, E + 1, dtype=logits or mx.float32)
-
-    def pair(*shape, bits):
-        return [matrix(rng, *shape, K, bits=bits, group=group, dtype=dtype) for _ in range(2)]
-
-    gate, up = pair(E, M, bits=bits)
-    shared_gate, shared_up = pair(MS, bits=shared_bits or bits)
     return {
         "x": vector(rng, 1, 1, K, dtype=dtype),
         "norm_weight": vector(rng, K, dtype=dtype),
         "logits": logits,
-        "gate": gate,
-        "up": up,
-        "shared_gate": shared_gate,
-        "shared_up": shared_up,
+        "matrices": matrix(rng, 2 * (E + 1), M, K, bits=bits, group=group, dtype=dtype),
         "top_k": top_k,
     }
 
 
 def check(arguments, **options):
     assert op.supports(**arguments, backend=options["backend"]) is None
-    h, experts, weights = op.expert_gate_up(**arguments, **options)
-    want_h, want_experts, want_weights = op.expert_gate_up_reference(**arguments)
-    assert experts.dtype == mx.int32
-    assert experts.tolist() == want_experts.tolist()
-    assert_close("weights", weights, want_weights, 1e-6)
+    top_k = arguments["top_k"]
+    got = op.Chosen.of(op.expert_gate_up(**arguments, **options), top_k)
+    want = op.Chosen.of(op.expert_gate_up_reference(**arguments), top_k)
+    assert got.experts.tolist() == want.experts.tolist()
+    assert_close("weights", got.weights, want.weights, 1e-6)
     # The error of gate and of up, the latter times silu, which grows up to 1.1 times as fast as its argument.
-    assert_close("h", h, want_h, 2.2 * ACCUMULATED)
-    return h, experts, weights
+    assert_close("h", got.h.reshape(-1), want.h.reshape(-1), 2.2 * ACCUMULATED)
 
 
 @pytest.fixture(autouse=True)
@@ -78,11 +68,12 @@ def test_every_layout(backend, tile):
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
-        ({"K": 2048, "M": 6, "MS": 5, "E": 256, "top_k": 8}, "Qwen3.6-35B-A3B, fewer rows"),
-        ({"K": 256, "M": 64, "MS": 64, "E": 32, "top_k": 8}, "the tiny checkpoint"),
-        ({"K": 32, "M": 1, "MS": 3, "E": 7, "top_k": 7, "group": 32}, "all experts; one row each"),
-        ({"K": 128, "M": 24, "MS": 40, "E": 33, "top_k": 10, "group": 128, "bits": 8}, "8 bits"),
-        ({"K": 64, "M": 24, "MS": 16, "E": 9, "top_k": 7, "bits": 4, "shared_bits": 8}, "different bits"),
+        ({"K": 2048, "M": 6, "E": 256, "top_k": 8}, "Qwen3.6-35B-A3B, fewer rows"),
+        ({"K": 256, "M": 64, "E": 32, "top_k": 8}, "the tiny checkpoint"),
+        ({"K": 32, "M": 1, "E": 7, "top_k": 7, "group": 32}, "all experts; one row each"),
+        ({"K": 128, "M": 24, "E": 37, "top_k": 3, "group": 128, "bits": 8}, "8 bits; a second group of keys"),
+        ({"K": 64, "M": 3, "E": 513, "top_k": 31}, "more groups of keys than simdgroups, and more chosen"),
+        ({"K": 1280, "M": 9, "E": 9, "top_k": 2}, "five chunks of a row"),
     ],
 )
 def test_shapes_with_the_tile_of_the_table(backend, shape, why):
@@ -95,13 +86,14 @@ def test_dtypes(backend, dtype):
     check(problem(**SMALL, dtype=dtype, logits=dtype), tile=TILES[0], backend=backend)
 
 
-ROUTE = {"K": 32, "M": 4, "MS": 4, "E": 37, "top_k": 7, "group": 32}
+ROUTE = {"K": 32, "M": 4, "E": 37, "top_k": 7, "group": 32}
 
 
 def routed(logits, backend):
     """(experts, weights) that the kernel chooses for the logits of 37 experts."""
     arguments = problem(**ROUTE, logits=mx.concatenate([logits.astype(mx.float32), mx.zeros((1,))]))
-    _, experts, weights = op.expert_gate_up(**arguments, tile=TILES[2], backend=backend)
+    chosen = op.expert_gate_up(**arguments, tile=TILES[2], backend=backend)
+    _, experts, weights = op.Chosen.of(chosen, 7)
     assert experts[-1].item() == 37
     assert weights[-1].item() == 0.5
     return experts[:-1].tolist(), weights[:-1]
@@ -114,7 +106,7 @@ def test_many_equal_logits(backend, seed):
     logits = mx.array(np.random.default_rng(seed).integers(-2, 3, 37))
     experts, weights = routed(logits, backend)
     values = logits.tolist()
-    assert experts == sorted(sorted(range(37), key=lambda e: (-values[e], e))[:7])
+    assert experts == sorted(range(37), key=lambda e: (-values[e], e))[:7]
     assert_close("weights", weights, mx.softmax(logits[mx.array(experts)].astype(mx.float32)), 1e-6)
 
 
@@ -152,7 +144,7 @@ def test_ties_and_values_that_are_no_numbers(backend, change, experts):
     for expert, value in change.items():
         logits[expert] = value
     chosen, weights = routed(logits, backend)
-    assert chosen == sorted(experts)
+    assert chosen == experts
     values = logits[mx.array(chosen)]
     want = mx.softmax(values)
     assert mx.array_equal(mx.isnan(weights), mx.isnan(want))
@@ -165,8 +157,8 @@ def test_logits_that_are_nan_spoil_the_result(backend):
     """A step that went wrong must not look right."""
     arguments = problem(**SMALL)
     arguments["logits"] = arguments["logits"] * mx.nan
-    _, experts, weights = op.expert_gate_up(**arguments, backend=backend)
-    assert sorted(experts[:-1].tolist()) == list(range(7))
+    _, experts, weights = op.Chosen.of(op.expert_gate_up(**arguments, backend=backend), 7)
+    assert experts[:-1].tolist() == list(range(7))
     assert mx.isnan(weights).all()
 
 
@@ -184,7 +176,7 @@ def test_the_text_for_apple_silicon_runs_on_the_host(monkeypatch):
 
 def test_on_metal_it_is_one_dispatch():
     """Traced on any machine: nothing is copied, padded or converted around the kernel."""
-    arguments = problem(64, 24, 16, 9, 8, dtype=mx.bfloat16)
+    arguments = problem(64, 24, 9, 8, dtype=mx.bfloat16)
     names: list[str] = []
 
     def record(node):
@@ -192,44 +184,58 @@ def test_on_metal_it_is_one_dispatch():
             names.append(node["name"])
 
     def layer(x, norm_weight, logits, *parts):
-        matrices = [Packed(*parts[i : i + 3], 4, 64) for i in range(0, 12, 3)]
         with backends.override("metal"):
-            return op.expert_gate_up(x, norm_weight, logits, *matrices, 8)
+            return op.expert_gate_up(x, norm_weight, logits, Packed(*parts, 4, 64), 8)
 
-    parts = [part for name in ("gate", "up", "shared_gate", "shared_up") for part in arguments[name][:3]]
-    mx.export_function(record, layer, arguments["x"], arguments["norm_weight"], arguments["logits"], *parts)
+    vectors = [arguments[name] for name in ("x", "norm_weight", "logits")]
+    mx.export_function(record, layer, *vectors, *arguments["matrices"][:3])
     assert names == ["CustomKernel"]
 
 
 def test_reference_is_the_formula():
     """In float64, with the numbers taken apart by hand."""
     arguments = problem(**SMALL)
-    h, experts, weights = op.expert_gate_up_reference(**arguments)
+    h, experts, weights = op.Chosen.of(op.expert_gate_up_reference(**arguments), 7)
     x = np.array(arguments["x"][0, 0], dtype=np.float64)
     n = x / np.sqrt((x * x).mean() + 1e-6) * np.array(arguments["norm_weight"], dtype=np.float64)
     logits = np.array(arguments["logits"][0, 0], dtype=np.float64)
-    chosen = np.sort(np.argsort(-logits[:-1], kind="stable")[:7])
+    chosen = np.argsort(-logits[:-1], kind="stable")[:7]
     assert experts.tolist() == [*chosen.tolist(), 13]
     e = np.exp(logits[:-1][chosen])
     np.testing.assert_allclose(np.array(weights[:-1]), e / e.sum(), rtol=1e-6)
     np.testing.assert_allclose(weights[-1].item(), 1 / (1 + np.exp(-logits[-1])), rtol=1e-6)
+    numbers = unpacked(arguments["matrices"])
+    for slot, expert in enumerate([*chosen, 13]):
+        g, u = numbers[expert] @ n, numbers[14 + expert] @ n
+        np.testing.assert_allclose(np.array(h[slot]), g / (1 + np.exp(-g)) * u, rtol=1e-4, atol=1e-5)
 
-    def half(gate, up):
-        g, u = gate @ n, up @ n
-        return g / (1 + np.exp(-g)) * u
 
-    gate, up, shared_gate, shared_up = (
-        unpacked(arguments[name]) for name in ("gate", "up", "shared_gate", "shared_up")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_eps_is_the_norms(backend):
+    """An eps as large as the mean square, so that another one cannot go unseen."""
+    arguments = problem(**SMALL)
+    got, want = (
+        op.Chosen.of(array, 7).h.reshape(-1)
+        for array in (
+            op.expert_gate_up(**arguments, eps=1.0, tile=TILES[1], backend=backend),
+            op.expert_gate_up_reference(**arguments, eps=1.0),
+        )
     )
-    want = np.concatenate([*(half(gate[e], up[e]) for e in chosen), half(shared_gate, shared_up)])
-    np.testing.assert_allclose(np.array(h), want, rtol=1e-4, atol=1e-5)
+    assert_close("h", got, want, 2.2 * ACCUMULATED)
+
+
+def test_what_the_halves_pass_on_is_taken_apart_and_put_together():
+    chosen = op.Chosen(mx.arange(12.0).reshape(3, 4), mx.array([1023, 0, 1024]), mx.array([0.5, 0.25, 1.0]))
+    again = op.Chosen.of(chosen.array, 2)
+    assert again.experts.dtype == mx.int32
+    assert all(mx.array_equal(*pair) for pair in zip(again, chosen, strict=True))
 
 
 def test_self_check_passes():
     assert op._self_check("host") is None
 
 
-GOOD = problem(64, 16, 8, 5, 3)
+GOOD = problem(64, 16, 5, 3)
 
 
 @pytest.mark.parametrize(
@@ -239,17 +245,15 @@ GOOD = problem(64, 16, 8, 5, 3)
         ({"x": mx.zeros((2, 64))}, "more than one vector"),
         ({"x": mx.zeros((64,), mx.int32)}, "x is"),
         ({"logits": mx.zeros((6,), mx.int32)}, "logits are"),
-        ({"logits": mx.zeros((5,))}, "not 5 experts and"),
+        ({"logits": mx.zeros((5,))}, "gate and up has shape"),
         ({"norm_weight": mx.zeros((32,))}, "norm_weight is"),
         ({"x": mx.zeros((48,)), "norm_weight": mx.zeros((48,))}, "not a multiple of 32"),
         ({"x": mx.zeros((8192,)), "norm_weight": mx.zeros((8192,))}, "threadgroup memory"),
         ({"top_k": 6}, "top 6 of 5"),
         ({"top_k": 0}, "top 0 of 5"),
-        ({"gate": GOOD["gate"]._replace(bits=2)}, "gate has 2 bits"),
-        ({"up": GOOD["shared_up"]}, "up has shape"),
-        ({"shared_gate": GOOD["gate"]}, "shared gate has shape"),
-        ({"up": Packed(*(part[:, :8] for part in GOOD["up"][:3]), 4, 64)}, "gate and up differ"),
-        ({"shared_up": GOOD["shared_up"]._replace(biases=None)}, "not affine"),
+        ({"matrices": GOOD["matrices"]._replace(bits=2)}, "gate and up has 2 bits"),
+        ({"matrices": GOOD["matrices"]._replace(biases=None)}, "not affine"),
+        ({"matrices": Packed(*(part[0] for part in GOOD["matrices"][:3]), 4, 64)}, "gate and up has shape"),
     ],
 )
 def test_supports_gives_the_reason(change, reason):
