@@ -12,8 +12,9 @@ before into the pair that the last token but one has left. The cache always hold
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -59,7 +60,8 @@ class DecodeStep:
 
     def __init__(self, model: nn.Module) -> None:
         self._text = model.language_model
-        self._tree: list[tuple[Any, Any, Any]] = []
+        self._tree: list[tuple[Any, list[int], list[Any]]] = []
+        self._why_layers: str | None = None
         self._compiled: dict[Any, tuple[Callable[..., Any], Counter[str]]] = {}
         self._turns: WeakKeyDictionary[KVCache, _Turn] = WeakKeyDictionary()
 
@@ -78,11 +80,10 @@ class DecodeStep:
             return "training needs the differentiable path"
         if self._text.model.pipeline_size > 1:
             return "the model is in a pipeline"
-        for layer, layer_cache in zip(self._text.layers, cache, strict=True):
-            if why := _why_not_layer(layer, layer_cache):
-                return why
-        places = {(c.offset, c.keys.shape[2]) for c in cache if isinstance(c, KVCache)}
-        return "the KV caches differ in length" if len(places) > 1 else None
+        if not self._is_as_seen():
+            self._see()
+            self._compiled = {}
+        return self._why_layers or _why_not_caches(cache)
 
     def __call__(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
         """Run one token and update the caches.
@@ -95,24 +96,18 @@ class DecodeStep:
             logits [1, 1, vocabulary] float32.
         """
         arrays = [self._arrays(c) for c in cache]
-        offset, capacity = next(
-            ((c.offset, c.keys.shape[2]) for c in cache if isinstance(c, KVCache)), (0, 0)
-        )
+        kv: Any = next((c for c in cache if isinstance(c, KVCache)), None)
+        offset, capacity = (0, 0) if kv is None else (kv.offset, kv.keys.shape[2])
         run, launches = self._function()
         position = mx.array([offset, capacity, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
-        before = Counter(counts)
         logits, *results = run(inputs, position, *(array for group in arrays for array in group))
-        # Kernels count themselves when Python calls them, which a compiled step does only while it is traced.
-        if traced := counts - before:
-            launches.clear()
-            launches.update(traced)
-        else:
-            counts.update(launches)
+        counts.update(launches)
         rest = iter(results)
         for c, group in zip(cache, arrays, strict=True):
             new = tuple(next(rest) for _ in group)
             if isinstance(c, KVCache):
-                self._turns[c] = _Turn(new[:2], (c.keys, c.values), new[2:], c.offset + 1)
+                spare: Any = (c.keys, c.values)
+                self._turns[c] = _Turn(new[:2], spare, new[2:], c.offset + 1)
                 c.keys, c.values = new[:2]
                 c.offset += 1
             else:
@@ -137,26 +132,33 @@ class DecodeStep:
         return cache.keys, cache.values, *(_last_rows(a, cache.offset) for a in (cache.keys, cache.values))
 
     def _function(self) -> tuple[Callable[..., Any], Counter[str]]:
-        """The step for the settings of now, and what it launches; both are new when a weight or module is."""
-        if not self._is_as_compiled():
-            self._compiled = {}
+        """The step for the settings of now, and what it launches."""
         used = backend.resolve()
         key = (used, settings(), str(mx.default_stream(mx.default_device())))
         if key not in self._compiled:
+            launches: Counter[str] = Counter()
             # The host back-end needs arrays with values, which a compiled graph does not have.
-            function = self._forward if used == "host" else mx.compile(self._traced)
-            self._compiled[key] = (function, Counter())
+            run = self._forward if used == "host" else mx.compile(partial(self._traced, launches))
+            self._compiled[key] = (run, launches)
         return self._compiled[key]
 
-    def _is_as_compiled(self) -> bool:
-        try:
-            return bool(self._tree) and all(holder[name] is held for holder, name, held in self._tree)
-        except (KeyError, IndexError):
-            return False
+    def _is_as_seen(self) -> bool:
+        """Whether the model still holds the modules and arrays that the compiled step took as constant."""
+        return bool(self._tree) and all(_ids(holder) == ids for holder, ids, _ in self._tree)
 
-    def _traced(self, *arrays: mx.array) -> tuple[mx.array, ...]:
+    def _see(self) -> None:
+        # What is held is kept, so that no other object can come by its id.
+        self._tree = [(holder, _ids(holder), list(_values(holder))) for holder in _holders(self._text)]
+        self._why_layers = next(filter(None, map(_why_not_layer, self._text.layers)), None)
+
+    def _traced(self, launches: Counter[str], *arrays: mx.array) -> tuple[mx.array, ...]:
+        """What is compiled. Kernels count themselves when Python calls them: here, for every run to come."""
+        before = Counter(counts)
         results = self._forward(*arrays)
-        self._tree = list(_edges(self._text))  # as it is now: layers join matrices on first use
+        launches.clear()
+        launches.update(counts - before)
+        counts.subtract(launches)
+        self._see()  # layers join matrices on first use
         return results
 
     def _forward(self, inputs: mx.array, position: mx.array, *arrays: mx.array) -> tuple[mx.array, ...]:
@@ -177,14 +179,20 @@ class DecodeStep:
         return project(x, [head], norm=text.model.norm, out_dtype=mx.float32), *new
 
 
-def _edges(holder: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """(holder, name, held) for everything in a module tree: what the compiled step has taken as constant."""
-    for name, held in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
-        if isinstance(held, mx.array):
-            yield holder, name, held
-        elif isinstance(held, (dict, list)):
-            yield holder, name, held
-            yield from _edges(held)
+def _holders(root: Any) -> Iterator[Any]:
+    """The dicts (a module is one) and lists of a module tree."""
+    yield root
+    for held in _values(root):
+        if isinstance(held, (dict, list)):
+            yield from _holders(held)
+
+
+def _values(holder: Any) -> Iterable[Any]:
+    return holder.values() if isinstance(holder, dict) else holder
+
+
+def _ids(holder: Any) -> list[int]:
+    return list(map(id, _values(holder)))
 
 
 def decode_step(model: nn.Module) -> DecodeStep:
@@ -196,24 +204,31 @@ def decode_step(model: nn.Module) -> DecodeStep:
     return step
 
 
-def _why_not_layer(layer: nn.Module, cache: Any) -> str | None:
+def _why_not_layer(layer: nn.Module) -> str | None:
     mixer = layer.linear_attn if layer.is_linear else layer.self_attn
     for module in (mixer, layer.mlp):
         if type(module) not in _DECODE_CLASSES:
             return f"a layer is {type(module).__name__}"
         if getattr(module, "sharding_group", None) is not None:
             return "the model is sharded"
-    if layer.is_linear:
-        if type(cache) is not ArraysCache or cache.lengths is not None or cache.left_padding is not None:
-            return f"a linear layer's cache is {type(cache).__name__}, or holds padded rows"
-        if cache[0] is None or cache[1] is None:
-            return "a linear layer's cache is empty"
-    else:
-        if type(cache) is not KVCache:
-            return f"an attention layer's cache is {type(cache).__name__}"
-        if cache.keys is None or cache.offset == 0:
-            return "an attention layer's cache is empty"
     return None
+
+
+def _why_not_caches(cache: Sequence[Any]) -> str | None:
+    places = set()
+    for c in cache:
+        if type(c) is ArraysCache:
+            if c.lengths is not None or c.left_padding is not None:
+                return "a linear layer's cache holds padded rows"
+            if c[0] is None or c[1] is None:
+                return "a linear layer's cache is empty"
+        elif type(c) is KVCache:
+            if c.keys is None or c.offset == 0:
+                return "an attention layer's cache is empty"
+            places.add((c.offset, c.keys.shape[2]))
+        else:
+            return f"a layer's cache is {type(c).__name__}"
+    return "the KV caches differ in length" if len(places) > 1 else None
 
 
 def _last_rows(array: mx.array, offset: int) -> mx.array:
