@@ -20,7 +20,13 @@ RULES = {
     "address-space": "a pointer or reference names its address space, and keeps it",
     "atomic-float": "atomic floats live in device memory",
     "atomic-64": "64-bit atomics need Metal 4 or an M3",
-    "attribute": "a value parameter of a kernel has an attribute that says where it comes from",
+    "aggregate": "a struct without constructors is initialised in braces",
+    "atomic-space": "atomics are in device or threadgroup memory",
+    "atomic-type": "atomics are int, uint, bool or float, and few functions take the last two",
+    "attribute": "a parameter of a kernel has an attribute that says where it comes from, and fits it",
+    "attribute-type": "positions and sizes are ushort or uint, indices in a group scalars",
+    "bfloat": "nothing but an explicit conversion makes a float a bfloat",
+    "buffer-index": "buffers have indices of their own, from 0 to 30",
     "compile": "it does not compile",
     "constant-init": "a constant at program scope has a value",
     "cxx-version": "Metal is C++14",
@@ -29,25 +35,34 @@ RULES = {
     "goto": "there is no goto",
     "include": "only Metal's own headers exist",
     "inline-asm": "there is no inline assembly",
+    "kernel-call": "a kernel is not called",
     "kernel-return": "a kernel returns void",
     "lambda": "lambdas need Metal 3.2",
+    "literal": "a literal has one of Metal's suffixes",
     "long-long": "there is no long long; long has 64 bits",
+    "matrix-pointer": "simdgroup matrices are loaded from device or threadgroup memory, and stored there",
     "main": "no function is called main",
     "metal-version": "a newer Metal has it",
     "new-delete": "there is no heap",
+    "overload": "the types of the arguments fit one function of Metal's library best",
     "program-scope": "a variable outside functions is constant",
     "read-only": "what is constant or const is not written",
     "recursion": "a function does not call itself",
     "rtti": "types are not known at run time",
+    "simd-type": "simd functions take integers and reals of up to 32 bits, no bool",
     "static-local": "a variable inside a function is not static",
     "std-namespace": "the C++ standard library does not exist",
     "storage-class": "register and thread_local do not exist",
+    "swizzle": "a swizzle names components of the vector, each once where it is assigned",
     "thread-reference": "a thread reference or pointer does not take an object of another address space",
     "threadgroup-init": "threadgroup memory has no initial value",
     "threadgroup-memory": "a threadgroup has 32 KB of memory",
     "threadgroup-variable": "threadgroup variables are declared in kernels",
     "threads": "a threadgroup has at most 1,024 threads",
+    "type": "a type is one of Metal's",
     "undeclared": "Metal's library does not have it",
+    "undefined": "a function that is called has a body",
+    "vector-element": "an element of a vector has no address, and no reference",
     "virtual": "there are no virtual functions",
     "vla": "an array's size is known to the compiler",
 }
@@ -367,8 +382,17 @@ _BANNED = {
     "co_yield": ("cxx-version", "coroutines are C++20; Metal is C++14"),
     "co_return": ("cxx-version", "coroutines are C++20; Metal is C++14"),
     "<=>": ("cxx-version", "'<=>' is C++20; Metal is C++14"),
+    "__int128": ("type", "'__int128' is not supported in Metal"),
+    "__int128_t": ("type", "'__int128_t' is not supported in Metal"),
+    "__uint128_t": ("type", "'__uint128_t' is not supported in Metal"),
+    "wchar_t": ("type", "'wchar_t' is not supported in Metal"),
 }
 
+# Functions of a simdgroup or quadgroup that take one argument, or two.
+_GROUP_FUNCTION = re.compile(
+    r"(?:simd|quad)_(?:(shuffle(?:_xor|(?:_rotate)?_(?:up|down))?|broadcast)|broadcast_first|sum|product|min|max|and"
+    r"|or|xor|all|any|ballot|prefix_(?:in|ex)clusive_(?:sum|product))"
+)
 # Names of Metal's library, what must follow them to be that name, and the version that brought them.
 _NEWER: dict[str, tuple[tuple[str, ...], Version]] = {
     "atomic_thread_fence": (("(",), (3, 2)),
@@ -391,38 +415,50 @@ _NEWER: dict[str, tuple[tuple[str, ...], Version]] = {
     "matmul2d_descriptor": ((), (4, 0)),
     "mpp": (("::",), (4, 0)),
 }
-# What gives a value to a kernel's parameter.
-_INPUT_ATTRIBUTES = frozenset(
+# What describes the grid: scalars or vectors, all vectors of one size.
+_GRID_ATTRIBUTES = frozenset(
     {
-        "dispatch_quadgroups_per_threadgroup",
-        "dispatch_simdgroups_per_threadgroup",
         "dispatch_threads_per_threadgroup",
         "grid_origin",
         "grid_size",
-        "quadgroup_index_in_threadgroup",
-        "quadgroups_per_threadgroup",
-        "simdgroup_index_in_threadgroup",
-        "simdgroups_per_threadgroup",
-        "stage_in",
-        "thread_execution_width",
-        "thread_index_in_quadgroup",
-        "thread_index_in_simdgroup",
-        "thread_index_in_threadgroup",
         "thread_position_in_grid",
         "thread_position_in_threadgroup",
         "threadgroup_position_in_grid",
         "threadgroups_per_grid",
         "threads_per_grid",
-        "threads_per_simdgroup",
         "threads_per_threadgroup",
     }
 )
+# What gives a scalar to a kernel's parameter.
+_INDEX_ATTRIBUTES = frozenset(
+    {
+        "dispatch_quadgroups_per_threadgroup",
+        "dispatch_simdgroups_per_threadgroup",
+        "quadgroup_index_in_threadgroup",
+        "quadgroups_per_threadgroup",
+        "simdgroup_index_in_threadgroup",
+        "simdgroups_per_threadgroup",
+        "thread_execution_width",
+        "thread_index_in_quadgroup",
+        "thread_index_in_simdgroup",
+        "thread_index_in_threadgroup",
+        "threads_per_simdgroup",
+    }
+)
+_INPUT_ATTRIBUTES = _GRID_ATTRIBUTES | _INDEX_ATTRIBUTES | {"stage_in"}
 _NEWER_HEADERS: dict[str, Version] = {
     "metal_logging": (3, 2),
     "metal_tensor": (4, 0),
     "metal_cooperative_tensor": (4, 0),
 }
+_LITERAL = re.compile(
+    r"(?:0[xX][\da-fA-F']+(?:\.[\da-fA-F]*)?(?:[pP][+-]?\d+)?|0[bB][01']+"
+    r"|(?:\d[\d']*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?:[uU]?[lL]{0,2}|[lL]{1,2}[uU]|[fFhH]|bf|BF)"
+)
 _LONG_ATOMICS = frozenset({"long", "ulong", "int64_t", "uint64_t", "size_t", "ptrdiff_t"})
+_UNSIGNED = re.compile(r"(?:u(?:short|int)|uint(?:16|32)_t)([23]?)")
+_ATTRIBUTE = re.compile(r"(\w+)(?: \( ([^()]*) \))?")
+MAX_BUFFERS = 31
 _VALUE = re.compile(r"(?:bool|u?char|u?short|u?int|u?long|half|float|bfloat)[234]?")
 # fmt: off
 _QUALIFIERS = frozenset((
@@ -499,6 +535,9 @@ def _all(source: Source, version: Version) -> Iterator[Finding]:
     yield from _variables(source)
     yield from _kernels(source)
     yield from _recursion(source)
+    yield from _calls(source)
+    yield from _group_calls(source)
+    yield from _automatic(source, version)
 
 
 def _words(s: Source, version: Version) -> Iterator[Finding]:
@@ -520,9 +559,11 @@ def _words(s: Source, version: Version) -> Iterator[Finding]:
             and _is_real(text)
         ):
             yield i, "double", f"{text!r} is a long double, which Metal does not have"
+        elif token.kind == "number" and not _LITERAL.fullmatch(text):
+            yield i, "literal", f"{text!r} has a suffix that Metal does not know"
         elif text == "noexcept" and after == "(" and s.kind(i - 1) == "mark" and s.word(i - 1) != ")":
             yield i, "exceptions", "the operator 'noexcept' is not supported in Metal"
-        elif text == "std" and after == "::":
+        elif text == "std" and (after == "::" or s.word(i - 1) == "namespace"):
             yield i, "std-namespace", "the C++ standard library does not exist in Metal"
         elif (
             text in _NEWER and version < _NEWER[text][1] and (not _NEWER[text][0] or after in _NEWER[text][0])
@@ -781,6 +822,17 @@ def _has_function_constant(s: Source, first: int, end: int) -> bool:
     return any("function_constant" in a for j in range(first, end) for a, _ in s.attributes.get(j, ()))
 
 
+def plain_constants(s: Source) -> set[tuple[str, int]]:
+    """(file, line) of the constants outside functions that are scalars, vectors or arrays of them."""
+    found = set()
+    for first, end, _ in _declarations(s):
+        stop = next((j for j in range(first, end) if s.word(j) in ("=", "[", "{", "(")), end)
+        types = [s.word(j) for j in range(first, stop - 1) if s.word(j) not in _QUALIFIERS]
+        if "constant" in types and all(w == "constant" or _VALUE.fullmatch(w) for w in types):
+            found.add((s.tokens[stop - 1].file, s.tokens[stop - 1].line))
+    return found
+
+
 # Kernels and calls.
 
 
@@ -802,21 +854,163 @@ def _kernels(s: Source) -> Iterator[Finding]:
             yield function.name, "kernel-return", f"a kernel returns void, '{name}' does not"
         for parameter in function.parameters:
             yield from _kernel_parameter(s, parameter)
+        yield from _positions(s, function)
+        yield from _indices(s, function)
+
+
+def _attributes(s: Source, parameter: range) -> dict[str, str]:
+    """The attributes of a parameter and their arguments."""
+    texts = [a for j in parameter for a, _ in s.attributes.get(j, ())]
+    return {match[1]: match[2] or "" for text in texts for match in _ATTRIBUTE.finditer(text)}
+
+
+def _type_of(s: Source, parameter: range) -> str:
+    """The type of a parameter that is passed by value, if it is a single name."""
+    words = [s.word(j) for j in parameter]
+    types = [w for w in words[:-1] if w not in _QUALIFIERS and w not in SPACES]
+    return "".join(types) if len(types) != 1 or "unsigned" not in words else f"u{types[0]}"
 
 
 def _kernel_parameter(s: Source, parameter: range) -> Iterator[Finding]:
     words = [s.word(j) for j in parameter]
     name = words[-1] if words else ""
-    if "*" in words or "&" in words:
+    attributes = _attributes(s, parameter)
+    if "*" in words or "&" in words or "[" in words:
         if "thread" in words and not {"device", "constant", "threadgroup"} & set(words):
             message = "a kernel's buffer is in the device, constant or threadgroup address space"
             yield parameter.start, "address-space", message
+        in_threadgroup = "threadgroup" in words and not {"device", "constant"} & set(words)
+        wrong = "buffer" if in_threadgroup else "threadgroup"
+        if wrong in attributes:
+            space = "threadgroup" if in_threadgroup else "device or constant"
+            yield parameter.start, "attribute", f"'{name}' is in {space} memory, '{wrong}' is not for that"
+        for attribute in sorted(attributes.keys() & (_GRID_ATTRIBUTES | _INDEX_ATTRIBUTES)):
+            yield parameter.start, "attribute", f"'{attribute}' is a value, '{name}' is none"
         return
-    attributes = {a.split()[0] for j in parameter for a, _ in s.attributes.get(j, ())}
-    types = [w for w in words[:-1] if w not in _QUALIFIERS and w not in SPACES]
-    if len(types) == 1 and _VALUE.fullmatch(types[0]) and not attributes & _INPUT_ATTRIBUTES:
+    kind = _type_of(s, parameter)
+    if "buffer" in attributes:
+        yield parameter.start, "attribute", f"a buffer is a pointer or a reference, '{name}' is a value"
+    elif (_VALUE.fullmatch(kind) or kind in _structs(s)) and not attributes.keys() & _INPUT_ATTRIBUTES:
         has = f"the unknown attribute '{min(attributes)}'" if attributes else "no attribute"
         yield parameter.start, "attribute", f"'{name}' is passed by value and has {has} to say what it is"
+    for attribute in sorted(attributes.keys() & (_GRID_ATTRIBUTES | _INDEX_ATTRIBUTES)):
+        unsigned, is_index = _UNSIGNED.fullmatch(kind), attribute in _INDEX_ATTRIBUTES
+        if _VALUE.fullmatch(kind) and (not unsigned or (unsigned[1] and is_index)):
+            allowed = "ushort or uint" + ("" if is_index else ", or a vector of 2 or 3")
+            yield parameter.start, "attribute-type", f"'{attribute}' is {allowed}, not '{kind}'"
+
+
+def _structs(s: Source) -> dict[str, list[int]]:
+    """Names of classes that the source defines, and where."""
+    found: dict[str, list[int]] = {}
+    for i, token in enumerate(s.tokens):
+        defines = token.text in ("struct", "class", "union") and s.word(i + 2) in ("{", ":")
+        if defines and s.kind(i + 1) == "word" and s.word(i - 1) not in ("enum", "<", ","):
+            found.setdefault(s.word(i + 1), []).append(i + 1)
+    return found
+
+
+def _positions(s: Source, function: Function) -> Iterator[Finding]:
+    """Vectors that describe the grid have one size."""
+    first = ""
+    given: dict[str, range] = {}
+    for parameter in function.parameters:
+        attributes = _attributes(s, parameter)
+        given.update(dict.fromkeys(attributes, parameter))
+        match = _UNSIGNED.fullmatch(_type_of(s, parameter))
+        if not match or not match[1] or not attributes.keys() & _GRID_ATTRIBUTES:
+            continue
+        first = first or match[1]
+        if match[1] != first:
+            message = f"positions and sizes have as many components as each other, {first} or {match[1]}"
+            yield parameter.start, "attribute-type", message
+    if {"thread_execution_width", "threads_per_simdgroup"} <= given.keys():
+        message = "'thread_execution_width' and 'threads_per_simdgroup' are the same input"
+        yield given["threads_per_simdgroup"].start, "attribute", message
+
+
+def _indices(s: Source, function: Function) -> Iterator[Finding]:
+    """Indices of buffers and of threadgroup memory: each once, and in range."""
+    taken: set[tuple[str, int]] = set()
+    buffers = 0
+    for parameter in function.parameters:
+        words = {s.word(j) for j in parameter}
+        attributes = _attributes(s, parameter)
+        buffers += bool({"device", "constant"} & words)
+        if buffers == MAX_BUFFERS + 1 and "buffer" not in attributes and {"device", "constant"} & words:
+            yield parameter.start, "buffer-index", f"a kernel has at most {MAX_BUFFERS} buffers"
+        for kind in ("buffer", "threadgroup"):
+            if not re.fullmatch(r"\d+", attributes.get(kind, "")):
+                continue
+            index = int(attributes[kind])
+            if index >= MAX_BUFFERS:
+                message = f"'{kind}' has indices from 0 to {MAX_BUFFERS - 1}, not {index}"
+                yield parameter.start, "buffer-index", message
+            # Of those that function constants choose from, one may be there at a time.
+            elif (kind, index) in taken and "function_constant" not in attributes:
+                yield parameter.start, "buffer-index", f"'{kind}({index})' is taken by another parameter"
+            if "function_constant" not in attributes:
+                taken.add((kind, index))
+
+
+def _calls(s: Source) -> Iterator[Finding]:
+    """Calls of kernels, of functions without a body, and parentheses where an aggregate needs braces."""
+    namespace = [f for f in s.functions if f.scope == "namespace"]
+    kernels = {s.word(f.name) for f in namespace if f.is_kernel}
+    kernels -= {s.word(f.name) for f in namespace if not f.is_kernel}
+    # A declaration ends in a semicolon, where its body would be.
+    bodies = {s.word(f.name) for f in s.functions if s.word(f.body.start) != ";"}
+    declared = {
+        name: f
+        for f in namespace
+        if (name := s.word(f.name)) not in bodies
+        and not f.template
+        and "extern" not in [s.word(j) for j in f.head]
+        and not s.attributes.keys() & set(f.head)
+    }
+    makers = {s.word(f.name) for f in s.functions if f.scope == "class"}
+    aggregates = {
+        name
+        for name, places in _structs(s).items()
+        if len(places) == 1 and name not in makers and s.word(places[0] + 1) == "{"
+    }
+    for i in range(len(s.tokens)):
+        name = s.word(i)
+        if s.scopes[i] not in ("function", "kernel") or s.word(i - 1) in (".", "->", "::", "~"):
+            continue
+        after = s.after_angles(i + 1) if s.word(i + 1) == "<" else i + 1
+        if s.word(after) == "(" and _is_call(s, i):
+            if name in kernels:
+                yield i, "kernel-call", f"'{name}' is a kernel, which cannot be called"
+            elif name in declared and after == i + 1:
+                yield declared[name].name, "undefined", f"'{name}' is called and has no body"
+                del declared[name]
+        if name in aggregates:
+            opening = i + 2 if s.kind(i + 1) == "word" else after
+            if s.word(opening) == "(" and len(s.split(opening + 1, s.closing(opening))) > 1:
+                yield i, "aggregate", f"'{name}' has no constructor; {name}{{...}} initialises it"
+
+
+def _group_calls(s: Source) -> Iterator[Finding]:
+    """Simd and quad functions that are given more than they take, such as a second value to compare."""
+    own = {s.word(function.name) for function in s.functions}
+    for i, token in enumerate(s.tokens):
+        match = _GROUP_FUNCTION.fullmatch(token.text)
+        if match and s.word(i + 1) == "(" and token.text not in own and _in_metal(s, i):
+            takes, given = 2 if match[1] else 1, len(s.split(i + 2, s.closing(i + 1)))
+            if given > takes:
+                yield i, "overload", f"'{token.text}' takes {takes}, not {given} arguments"
+
+
+def _automatic(s: Source, version: Version) -> Iterator[Finding]:
+    """``auto`` where C++14 has no place for it."""
+    for function in s.functions:
+        for parameter in function.parameters:
+            if s.word(parameter.start) in ("auto", "const") and "auto" in [s.word(j) for j in parameter]:
+                yield parameter.start, "cxx-version", "'auto' parameters are C++20; Metal is C++14"
+    for i, token in enumerate(s.tokens):
+        if [s.word(i - 2), s.word(i - 1), token.text] == ["template", "<", "auto"] and version < (4, 0):
+            yield i, "cxx-version", "'auto' template parameters are C++17; Metal is C++14"
 
 
 def _recursion(s: Source) -> Iterator[Finding]:
@@ -853,10 +1047,19 @@ def edits(s: Source) -> list[tuple[int, int, str]]:
 
     A C-style cast between pointers becomes a call that compares address spaces; a template function that
     takes ``thread T&`` or ``thread T*`` asserts that T brings no space of its own; after each threadgroup
-    variable of a kernel an assertion adds up what the kernel has. A string becomes a constant array, and the
-    first of several constructors that differ only in the space of the object stands for all.
+    variable of a kernel an assertion adds up what the kernel has. A call around what may be an element of
+    a vector asserts that it is none where its address is taken or a reference bound. A string becomes a
+    constant array, and the first of several constructors that differ only in the space of the object stands
+    for all.
     """
-    makers = (_cast_edits, _thread_edits, _memory_edits, _string_edits, _constructor_edits)
+    makers = (
+        _cast_edits,
+        _element_edits,
+        _thread_edits,
+        _memory_edits,
+        _string_edits,
+        _constructor_edits,
+    )
     return sorted(edit for maker in makers for edit in maker(s))
 
 
@@ -869,6 +1072,72 @@ def _cast_edits(s: Source) -> Iterator[tuple[int, int, str]]:
                 yield token.start, token.end, "lily_strict::cast<"
                 yield s.tokens[last].start, s.tokens[last].end, ">("
                 yield s.tokens[end - 1].end, s.tokens[end - 1].end, ")"
+
+
+def _element_edits(s: Source) -> Iterator[tuple[int, int, str]]:
+    """Around what must not be an element of a vector: behind &, and where a reference is bound to it."""
+    operators = {*"(,={};?:+-<>!", "return", "==", "!=", "&&", "||"}
+    references = _reference_parameters(s)
+    for i, token in enumerate(s.tokens):
+        if s.scopes[i] not in ("function", "kernel", "values"):
+            continue
+        before = s.word(i - 1)
+        if token.text == "&" and s.kind(i + 1) == "word" and s.word(i + 2) == "=":
+            declaration = {s.word(j) for j in range(s.statement(i).start, i)}
+            first = i + 3
+            last = _operand_end(s, first)
+            if s.word(last) in (";", ",") and not declaration & {"const", "constant", "using"}:
+                yield from _element_edit(s, first, first, last, "bound")
+        elif token.text == "&" and (before in operators or (before == ")" and _ends_cast(s, i - 1))):
+            yield from _element_edit(s, i, i + 1, _operand_end(s, i + 1), "address")
+        elif token.text in references and s.word(i + 1) == "(" and _is_call(s, i):
+            arguments = s.split(i + 2, s.closing(i + 1))
+            for position in references[token.text] & set(range(len(arguments))):
+                part = arguments[position]
+                if s.kind(part.start) == "word" and _operand_end(s, part.start) == part.stop:
+                    yield from _element_edit(s, part.start, part.start, part.stop, "bound")
+
+
+def _element_edit(s: Source, start: int, first: int, end: int, call: str) -> Iterator[tuple[int, int, str]]:
+    """A call around tokens start..end-1, if what begins with ``first`` ends with a component or an index."""
+    outer = end
+    while s.word(first) == "(" and s.closing(first) == end - 1:
+        first, end = first + 1, end - 1
+    if end - first < 2:
+        return
+    if s.word(end - 2) in (".", "->") and re.fullmatch("[xyzwrgba]", s.word(end - 1)):
+        arrow, last = "*" if s.word(end - 2) == "->" else "", end - 2
+    elif s.word(end - 1) == "]":
+        arrow, last = "", end - 1
+        depth = 0
+        while last > first:
+            depth += (s.word(last) == "]") - (s.word(last) == "[")
+            if depth == 0:
+                break
+            last -= 1
+    else:
+        return
+    whole = arrow + " ".join(s.word(j) for j in range(first, last))
+    yield s.tokens[start].start, s.tokens[start].start, f"lily_strict::{call}<decltype(({whole}))>("
+    yield s.tokens[outer - 1].end, s.tokens[outer - 1].end, ")"
+
+
+def _ends_cast(s: Source, i: int) -> bool:
+    opening = next((j for j in range(i, -1, -1) if s.word(j) == "(" and s.closing(j) == i), None)
+    return opening is not None and pointer_cast(s, opening) is not None
+
+
+def _reference_parameters(s: Source) -> dict[str, set[int]]:
+    """Functions, and the positions at which every overload takes a reference to what it may change."""
+    found: dict[str, set[int]] = {"modf": {1}, "frexp": {1}, "sincos": {1}}
+    for function in s.functions:
+        if function.scope != "namespace" or "operator" in (s.word(function.name), s.word(function.name - 1)):
+            continue
+        words = [{s.word(j) for j in parameter} for parameter in function.parameters]
+        taken = {i for i, each in enumerate(words) if "&" in each and not each & {"const", "constant", "["}}
+        name = s.word(function.name)
+        found[name] = found[name] & taken if name in found else taken
+    return found
 
 
 def _string_edits(s: Source) -> Iterator[tuple[int, int, str]]:

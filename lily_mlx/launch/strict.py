@@ -78,6 +78,16 @@ struct cast_to<To*> {
 };
 template <typename To, typename From>
 To cast(From value) { return cast_to<To>::from(value); }
+template <typename Of, typename Address>
+constexpr Address address(Address p) {
+  static_assert(!lily::Vector<Of>, "lily vector-element");
+  return p;
+}
+template <typename Of, typename T>
+constexpr T&& bound(T&& x) {
+  static_assert(!lily::Vector<Of>, "lily vector-element");
+  return static_cast<T&&>(x);
+}
 }
 """
 
@@ -92,6 +102,9 @@ _FLAGS = (
     "-Werror=vla",
     "-Werror=return-type",
     "-Werror=c++11-narrowing",
+    "-Werror=global-constructors",
+    "-Werror=implicit-float-conversion",
+    "-Wno-implicit-int-float-conversion",
     "-ferror-limit=0",
     "-fno-color-diagnostics",
     "-fno-caret-diagnostics",
@@ -342,7 +355,10 @@ def _compile(parsed: lints.Source, own: set[str], version: Version) -> list[Diag
     headers = "".join(f"#include <{name}>\n" for name in names if not name.startswith("simd/"))
     _, errors = _run([*_FLAGS, *_defines(version), "-I", str(INCLUDE_DIR)], headers + _PROLOGUE + translated)
     qualified_this = re.search(r"\)\s*(?:const\s+)?(?:device|constant|threadgroup)\b", parsed.text)
-    return sorted(set(_diagnostics(errors, own, skip_object_parameter=bool(qualified_this))))
+    # The classes of the translation are no constants: of them nothing can be said.
+    constants = lints.plain_constants(parsed)
+    found = set(_diagnostics(errors, own, skip_object_parameter=bool(qualified_this)))
+    return sorted(d for d in found if d.rule != "constant-init" or (d.file, d.line) in constants)
 
 
 _MESSAGE = re.compile(r"(?m)^(.*?):(\d+):\d+: (fatal error|error|note|warning): (.*)$")
@@ -364,8 +380,11 @@ def _diagnostics(text: str, own: set[str], *, skip_object_parameter: bool = Fals
         # C++ has no address space on `this`; the translation keeps one version of such members.
         if skip_object_parameter and "object parameter" in message and "LILY_AS_" in message:
             continue
-        rule, text = _rule(message, [note[4] for note in notes])
-        places = [error] if rule != "thread-reference" else []
+        # Of the conversions that lose something Metal forbids those to bfloat.
+        if "implicit conversion" in message and not re.search(r"to '[^']*(?:bfloat|__bf16)", message):
+            continue
+        rule, text = _rule(message, notes)
+        places = [error] if "lily thread-reference" not in message else []
         places += [note for note in notes if re.search(r"requested here|in instantiation", note[4])]
         place = next((p for p in places if p[1] in own), None)
         if place is None:
@@ -376,19 +395,35 @@ def _diagnostics(text: str, own: set[str], *, skip_object_parameter: bool = Fals
             yield Diagnostic(place[1], int(place[2]), rule, text)
 
 
-def _rule(message: str, notes: Sequence[str]) -> tuple[str, str]:
+# Rule and message of the assertions in the headers and edits, by their texts.
+_ASSERTIONS = {
+    "atomic-float": ("atomic-float", "an atomic float cannot be in threadgroup memory"),
+    "atomic-space": ("atomic-space", "an atomic object must be in device or threadgroup memory"),
+    "atomic-type": ("atomic-type", "this atomic does not exist for the type"),
+    "cast": ("address-space", "a cast cannot change the address space"),
+    "matrix-pointer": (
+        "matrix-pointer",
+        "a simdgroup matrix is loaded from device or threadgroup memory, and stored there",
+    ),
+    "swizzle-size": ("swizzle", "the vector has fewer components than the swizzle names"),
+    "swizzle-twice": ("swizzle", "a swizzle that is assigned cannot name a component twice"),
+    "thread-reference": (
+        "thread-reference",
+        "a thread reference or pointer cannot take an object of another address space",
+    ),
+    "vector-element": ("vector-element", "an element of a vector has no address and takes no reference"),
+}
+
+
+def _rule(message: str, notes: Sequence[re.Match[str]]) -> tuple[str, str]:
     """The rule that an error of clang's breaks, and the error in Metal's terms."""
-    if "lily thread-reference" in message:
-        return (
-            "thread-reference",
-            "a thread reference or pointer cannot take an object of another address space",
-        )
+    details = [note[4] for note in notes]
     if "lily threadgroup-memory" in message:
-        size = re.search(r"'(\d+) <= 32768'", " ".join(notes))
+        size = re.search(r"'(\d+) <= 32768'", " ".join(details))
         amount = f"{size[1]} bytes" if size else "more than 32,768 bytes"
         return "threadgroup-memory", f"the kernel's threadgroup variables take {amount}; the limit is 32,768"
-    if "lily cast" in message:
-        return "address-space", "a cast cannot change the address space"
+    if assertion := re.search(r"lily ([\w-]+)\W*$", message):
+        return _ASSERTIONS[assertion[1]]
     plain = _plain(message)
     if "variable length array" in message:
         return "vla", "the size of an array must be known to the compiler"
@@ -396,7 +431,17 @@ def _rule(message: str, notes: Sequence[str]) -> tuple[str, str]:
         return "undeclared", plain
     if "read-only variable" in message or "const-qualified" in message:
         return "read-only", plain
-    if any("address space" in part or _spaces_differ(part) for part in (message, *notes)):
+    if "implicit conversion" in message or re.match("(?:cannot initialize|assigning).*'bfloat'", message):
+        return "bfloat", "a float does not become a bfloat without an explicit conversion"
+    if "global constructor" in message:
+        return "constant-init", "the value of a constant must be known to the compiler"
+    if re.search("no matching function for call to '(?:simd|quad)_", message):
+        return "simd-type", f"{plain}: it takes integers and reals of up to 32 bits"
+    candidates = [Path(note[1]) for note in notes if note[4].startswith("candidate")]
+    of_library = bool(candidates) and all(path.is_relative_to(INCLUDE_DIR) for path in candidates)
+    if "is ambiguous" in message or (of_library and message.startswith("no matching function")):
+        return "overload", plain
+    if any("address space" in part or _spaces_differ(part) for part in (message, *details)):
         return "address-space", plain
     return "compile", plain
 

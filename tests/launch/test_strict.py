@@ -28,7 +28,7 @@ def planted(path):
 
 
 def test_the_corpus_is_large_and_covers_every_rule():
-    assert len(CORPUS) >= 40
+    assert len(CORPUS) >= 150
     assert all(planted(path) for path in CORPUS)
     assert {rule for path in CORPUS for _, rule in planted(path)} == set(strict.RULES)
 
@@ -210,6 +210,28 @@ def test_what_metal_accepts_is_accepted():
     assert strict.check_text(ACCEPTED, "accepted.metal") == []
 
 
+def test_unusual_metal_is_accepted():
+    assert strict.check_file(Path(__file__).parent / "strict_unusual.metal") == []
+
+
+def test_the_buffers_of_a_signature_are_counted():
+    def check(count):
+        names = [f"x{n}" for n in range(count)]
+        return strict.check(
+            "k",
+            f"out[0] = {' + '.join(f'{name}[0]' for name in names)};",
+            input_names=names,
+            output_names=["out"],
+            inputs=[mx.zeros((8,))] * count,
+            output_shapes=[(1,)],
+            output_dtypes=[mx.float32],
+        )
+
+    assert check(30) == []
+    (found,) = check(31)
+    assert found.rule == "buffer-index"
+
+
 def test_this_projects_kernels_pass():
     assert strict.check_kernels() == []
 
@@ -313,6 +335,59 @@ def test_mlx_headers_pass(group):
     text = "#include <metal_stdlib>\nusing namespace metal;\n"
     text += "".join(f'#include "{MLX_KERNELS}/{name}"\n' for name in ["utils.h", *GROUPS[group]])
     assert strict.check_text(text, "group.metal", report_includes=True) == []
+
+
+REALS = ["half", "bfloat16_t", "float"]
+INTEGERS = ["int8_t", "uint8_t", "int16_t", "uint16_t", "int32_t", "uint32_t", "int64_t", "uint64_t"]
+
+
+OPERATORS = {
+    "unary_ops.h": [
+        (
+            "x[0] = {}()(x[1]);",
+            "ArcCos ArcSinh Cos Erf ErfInv Exp Expm1 Log Log2 Log1p Round Sigmoid Sin Sqrt Rsqrt Tan Tanh",
+            REALS,
+        ),
+        ("x[0] = {}()(x[1]);", "Abs Ceil Floor Negative Sign Square", [*REALS, *INTEGERS]),
+        ("x[0] = {}()(x[1]);", "Abs Cos Exp Log Negative Rsqrt Sign Sqrt", ["complex64_t"]),
+    ],
+    "binary_ops.h": [
+        (
+            "x[0] = {}()(x[1], x[2]);",
+            "Add Divide FloorDivide Maximum Minimum Multiply Power Remainder Subtract",
+            [*REALS, *INTEGERS],
+        ),
+        ("x[0] = {}()(x[1], x[2]);", "ArcTan2 LogAddExp", REALS),
+        ("x[0] = {}()(x[1], x[2]);", "BitwiseAnd LeftShift RightShift", INTEGERS),
+    ],
+    "reduction/ops.h": [
+        (
+            "{}<T> f; x[0] = f.simd_reduce(x[1]); x[0] = f(x[1], x[2]);",
+            "Max Min Prod Sum",
+            [*REALS, *INTEGERS],
+        ),
+    ],
+    "scan.h": [
+        (
+            "{}<T> f; x[0] = f.simd_scan(x[1]); x[0] = f(x[1], x[2]);",
+            "CumMax CumProd CumSum",
+            [*REALS, *INTEGERS],
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("header", OPERATORS)
+def test_mlx_operators_pass_for_every_type(header):
+    """Of a template that is not instantiated a call with mixed types is not seen."""
+    text = "#include <metal_stdlib>\nusing namespace metal;\n"
+    text += "".join(f'#include "{MLX_KERNELS}/{name}"\n' for name in ["utils.h", "atomic.h", header])
+    for body, operators, types in OPERATORS[header]:
+        for operator in operators.split():
+            for kind in types:
+                function = f"{operator}_{kind}_{len(types)}".lower()
+                text += f"void {function}(device {kind}* x) {{ using T = {kind}; {body.format(operator)} }}\n"
+    assert strict.check_text(text, "operators.metal", report_includes=True) == []
 
 
 def test_mlx_tensor_kernels_pass_for_metal_4():

@@ -173,7 +173,17 @@ extern "C" __attribute__((weak, visibility("hidden"))) bfloat __truncsfbf2(float
   template <typename A> \
     requires(!__is_same(lily::plain<A>, X)) \
   constexpr X(A) {} \
+  template <typename = void> \
+  constexpr X(LILY_INITIALISERS) {} \
+  template <typename = void> \
+  constexpr X(lily::braces) {} \
   LILY_CLASS(X)
+// Two to sixteen initialisers, braces among them, which a template does not take.
+#define LILY_INITIALISERS \
+  lily::initialiser, lily::initialiser, lily::initialiser = {}, lily::initialiser = {}, \
+      lily::initialiser = {}, lily::initialiser = {}, lily::initialiser = {}, lily::initialiser = {}, \
+      lily::initialiser = {}, lily::initialiser = {}, lily::initialiser = {}, lily::initialiser = {}, \
+      lily::initialiser = {}, lily::initialiser = {}, lily::initialiser = {}, lily::initialiser = {}
 #endif
 
 namespace metal {
@@ -366,6 +376,20 @@ LILY_RT_INLINE constexpr T make(A&&... a) {
 }
 
 #ifdef LILY_STRICT
+// What initialises a member of an aggregate: a value, or braces around more of them. Braces in braces need a
+// class of their own.
+struct braces {
+  template <typename... T>
+    requires(sizeof...(T) > 0)
+  constexpr braces(T&&...) {}
+};
+struct initialiser {
+  constexpr initialiser() = default;
+  template <typename T>
+  constexpr initialiser(T&&) {}
+  constexpr initialiser(braces) {}
+  constexpr initialiser(LILY_INITIALISERS);
+};
 // Binds a reference to any object: what a threadgroup variable is, in a pass that never runs.
 struct anywhere {
   template <typename T>
@@ -384,6 +408,19 @@ struct decay {
     }
   }
 };
+template <typename T>
+constexpr bool is_device = false;
+template <typename T>
+constexpr bool is_device<LILY_AS_device T> = true;
+template <typename T>
+constexpr bool is_threadgroup = false;
+template <typename T>
+constexpr bool is_threadgroup<LILY_AS_threadgroup T> = true;
+// Where an object of type T, const or not, is.
+template <typename T>
+constexpr bool in_device = is_device<__remove_cv(T)>;
+template <typename T>
+constexpr bool in_threadgroup = is_threadgroup<__remove_cv(T)>;
 // T is the class X in an address space.
 template <typename T, typename X>
 concept Elsewhere = bool(__is_same(plain<T>, X)) && !__is_same(__remove_cv(T), X);
@@ -652,7 +689,7 @@ constexpr uniform<T> make_uniform(T v) {
 } // namespace metal
 
 template <typename To, typename From>
+  requires(sizeof(To) == sizeof(From))
 constexpr To as_type(From from) {
-  static_assert(sizeof(To) == sizeof(From), "as_type needs two types of one size");
   return __builtin_bit_cast(To, from);
 }

@@ -91,8 +91,20 @@ class quad_vote {
 
 namespace lily {
 
+#ifdef LILY_STRICT
+// Metal exchanges integers and reals of up to 32 bits, and vectors of them; no bool.
+template <typename T>
+constexpr bool is_exchanged = is_scalar<T> && !__is_same(T, bool) && sizeof(T) <= 4;
+template <typename T>
+concept Exchanged = is_exchanged<element_t<T>>;
+template <typename T>
+concept ExchangedBits = Exchanged<T> && bool(__is_integral(element_t<T>));
+#else
 template <typename T>
 concept Exchanged = is_scalar<T> || Vector<T>;
+template <typename T>
+concept ExchangedBits = Exchanged<T>;
+#endif
 
 // The type a reduction runs in: its overloads have no bool (which promotes to int) and no bfloat (to float).
 template <typename T>
@@ -305,8 +317,8 @@ T fill_down(rt::Op name, T data, T filling, int delta, int modulo, int line) {
 
 namespace metal {
 
-#define LILY_GROUP_REDUCTION(name, W, op) \
-  template <lily::Exchanged T> \
+#define LILY_GROUP_REDUCTION(name, W, op, exchanged) \
+  template <lily::exchanged T> \
   LILY_RT_INLINE auto name(T x, int line = __builtin_LINE()) { \
     return lily::reduce<W, lily::op>(#name, x, line); \
   }
@@ -316,13 +328,13 @@ namespace metal {
     return lily::scan<W, lily::op, inclusive>(#name, x, line); \
   }
 #define LILY_GROUP(group, W) \
-  LILY_GROUP_REDUCTION(group##_sum, W, sum) \
-  LILY_GROUP_REDUCTION(group##_product, W, product) \
-  LILY_GROUP_REDUCTION(group##_min, W, minimum) \
-  LILY_GROUP_REDUCTION(group##_max, W, maximum) \
-  LILY_GROUP_REDUCTION(group##_and, W, bit_and) \
-  LILY_GROUP_REDUCTION(group##_or, W, bit_or) \
-  LILY_GROUP_REDUCTION(group##_xor, W, bit_xor) \
+  LILY_GROUP_REDUCTION(group##_sum, W, sum, Exchanged) \
+  LILY_GROUP_REDUCTION(group##_product, W, product, Exchanged) \
+  LILY_GROUP_REDUCTION(group##_min, W, minimum, Exchanged) \
+  LILY_GROUP_REDUCTION(group##_max, W, maximum, Exchanged) \
+  LILY_GROUP_REDUCTION(group##_and, W, bit_and, ExchangedBits) \
+  LILY_GROUP_REDUCTION(group##_or, W, bit_or, ExchangedBits) \
+  LILY_GROUP_REDUCTION(group##_xor, W, bit_xor, ExchangedBits) \
   LILY_GROUP_SCAN(group##_prefix_inclusive_sum, W, sum, true) \
   LILY_GROUP_SCAN(group##_prefix_exclusive_sum, W, sum, false) \
   LILY_GROUP_SCAN(group##_prefix_inclusive_product, W, product, true) \

@@ -62,6 +62,9 @@ template <typename T, typename P>
 LILY_RT_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& out, P* source, ulong elements_per_row = 8,
                            ulong2 matrix_origin = 0, bool transpose_matrix = false) {
   static_assert(is_same_v<lily::plain<P>, T>, "the pointer and the matrix differ in type");
+#ifdef LILY_STRICT
+  static_assert(lily::in_device<P> || lily::in_threadgroup<P>, "lily matrix-pointer");
+#endif
   lily::matrix_place place(lily::rt::lane());
   for (int i = 0; i < 2; ++i) {
     ulong row = ulong(place.row), column = ulong(place.column + i);
@@ -74,6 +77,9 @@ template <typename T, typename P>
 LILY_RT_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> from, P* target, ulong elements_per_row = 8,
                             ulong2 matrix_origin = 0, bool transpose_matrix = false) {
   static_assert(is_same_v<lily::plain<P>, T>, "the pointer and the matrix differ in type");
+#ifdef LILY_STRICT
+  static_assert(lily::in_device<P> || lily::in_threadgroup<P>, "lily matrix-pointer");
+#endif
   lily::matrix_place place(lily::rt::lane());
   for (int i = 0; i < 2; ++i) {
     ulong row = ulong(place.row), column = ulong(place.column + i);

@@ -179,10 +179,13 @@ struct swizzle {
   } \
   template <typename Self, int... I> \
   constexpr auto lily_get(this const Self& self, lily::lanes<I...>) { \
+    static_assert(((I < N) && ...), "lily swizzle-size"); \
     return metal::vec<T, int(sizeof...(I))>(self.v[I]...); \
   } \
   template <typename Self, int... I> \
   constexpr auto lily_set(this Self& self, lily::lanes<I...>) { \
+    static_assert(((I < N) && ...), "lily swizzle-size"); \
+    static_assert(((1 << I) + ...) == ((1 << I) | ...), "lily swizzle-twice"); \
     return lily::swizzle<__remove_reference_t(decltype((self.v[0]))), I...>{&self.v[0]}; \
   } \
   LILY_CLASS(self_t)
@@ -219,7 +222,20 @@ struct swizzle {
   }
 #endif
 
+#ifdef LILY_STRICT
+// A scalar takes the vector's element type, and no real becomes an integer that way.
+#define LILY_VECTOR_NARROWING(self_t, op) \
+  template <typename U> \
+    requires(lily::is_real<U> && !lily::is_real<T>) \
+  friend constexpr vec<T, N> operator op(self_t, U) = delete; \
+  template <typename U> \
+    requires(lily::is_real<U> && !lily::is_real<T>) \
+  friend constexpr vec<T, N> operator op(U, self_t) = delete;
+#else
+#define LILY_VECTOR_NARROWING(self_t, op)
+#endif
 #define LILY_VECTOR_ARITHMETIC(self_t, op) \
+  LILY_VECTOR_NARROWING(self_t, op) \
   friend constexpr vec<T, N> operator op(self_t a, self_t b) { \
     vec<T, N> c{}; \
     for (int i = 0; i < N; ++i) { \
@@ -410,6 +426,7 @@ struct packed_vec : lily::packed_storage<T, N> {
 #undef LILY_VECTOR_ACCESS
 #undef LILY_VECTOR_COMPOUND
 #undef LILY_VECTOR_ARITHMETIC
+#undef LILY_VECTOR_NARROWING
 #undef LILY_VECTOR_PREDICATE
 #undef LILY_PACKED_MIXED
 #undef LILY_VECTOR_OPERATORS

@@ -1,0 +1,10 @@
+#include <metal_stdlib>
+using namespace metal;
+
+kernel void k(
+    device float* x [[buffer(0)]],
+    device half* y [[buffer(1)]],
+    uint i [[thread_position_in_grid]]) {
+  y[i] = y[i] * 2;
+  x[i] = max(y[i], x[i]);  // error: overload
+}

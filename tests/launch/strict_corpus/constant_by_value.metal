@@ -1,0 +1,9 @@
+#include <metal_stdlib>
+using namespace metal;
+
+kernel void k(
+    device float* x [[buffer(0)]],
+    constant uint rows [[buffer(1)]],  // error: attribute
+    uint i [[thread_position_in_grid]]) {
+  x[i] = rows;
+}

@@ -1,0 +1,8 @@
+#include <metal_stdlib>
+using namespace metal;
+
+kernel void k(
+    device float* x [[buffer(0)]],
+    uint4 i [[thread_position_in_grid]]) {  // error: attribute-type
+  x[i.x] = 0.0f;
+}

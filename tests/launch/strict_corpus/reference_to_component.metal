@@ -1,0 +1,11 @@
+#include <metal_stdlib>
+using namespace metal;
+
+kernel void k(
+    device float4* x [[buffer(0)]],
+    uint i [[thread_position_in_grid]]) {
+  float4 v = x[i];
+  thread float& first = v.x;  // error: vector-element
+  first = 0.0f;
+  x[i] = v;
+}

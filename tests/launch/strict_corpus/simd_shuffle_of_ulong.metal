@@ -1,0 +1,8 @@
+#include <metal_stdlib>
+using namespace metal;
+
+kernel void k(
+    device ulong* x [[buffer(0)]],
+    uint i [[thread_position_in_grid]]) {
+  x[i] = simd_shuffle_down(x[i], 1);  // error: simd-type
+}
