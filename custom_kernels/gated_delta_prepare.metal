@@ -39,14 +39,15 @@
 
 template <
     typename InT, typename ALogT, int Dk, int Dv, int Hk, int Hv, int QKV_OFFSET, int QKV_COLUMNS, int B_OFFSET,
-    int B_COLUMNS, int A_OFFSET, int A_COLUMNS, int TOKENS, int SIMDGROUPS, bool HAS_MASK, bool HAS_LENGTHS>
+    int B_COLUMNS, int A_OFFSET, int A_COLUMNS, int TOKENS, int BYTES, int SIMDGROUPS, bool HAS_MASK, bool HAS_LENGTHS>
 struct GatedDeltaPrepare {
   static_assert(Hv % Hk == 0, "Hv is a multiple of Hk");
-  using Key = lily_head_lanes<InT, Dk>;
-  using Value = lily_head_lanes<InT, Dv>;
+  using Key = lily_head_lanes<InT, Dk, BYTES>;
+  using Value = lily_head_lanes<InT, Dv, BYTES>;
   static_assert(QKV_OFFSET % Key::UNIT == 0 && QKV_COLUMNS % Key::UNIT == 0, "qkv starts at whole loads");
   enum : int {
     CHANNELS = 2 * Hk * Dk + Hv * Dv,
+    WEIGHTS = 16 / int(sizeof(InT)),  // in a load
     KEY_BLOCKS = (2 * Hk + Key::HEADS - 1) / Key::HEADS,
     VALUE_BLOCKS = (Hv + Value::HEADS - 1) / Value::HEADS,
     BLOCKS = KEY_BLOCKS + VALUE_BLOCKS
@@ -62,60 +63,69 @@ struct GatedDeltaPrepare {
   int end;    // the token whose three tokens before it are the new conv state
   int T;
 
-  // Token t of the conv's input, from -3 on, channels channel .. channel + UNIT - 1.
+  // Token t of the conv's input, from -3 on, channels channel .. channel + UNIT - 1. Past the end it is the last one.
   LILY_INLINE lily_vec<InT, Key::UNIT> token(int t, int channel) {
-    if (t < 0) {
-      return lily_load<Key::UNIT>(conv_state + (row * 3 + 3 + t) * CHANNELS + channel);
+    const i64 position = row * T + lily_min(t, T - 1);
+    LILY_DEVICE const InT* source = t < 0 ? conv_state + (row * 3 + 3 + t) * CHANNELS
+                                          : qkv + position * QKV_COLUMNS + QKV_OFFSET;
+    lily_vec<InT, Key::UNIT> channels = lily_load<Key::UNIT>(source + channel);
+    if (HAS_MASK && t >= 0 && !mask[position]) {
+      f32 zeros[Key::UNIT];
+      LILY_UNROLL
+      for (int i = 0; i < Key::UNIT; ++i) {
+        zeros[i] = 0.0f;
+      }
+      channels = lily_pack<InT, Key::UNIT>(zeros);
     }
-    if (t < T && (!HAS_MASK || mask[row * T + t])) {
-      return lily_load<Key::UNIT>(qkv + (row * T + t) * QKV_COLUMNS + QKV_OFFSET + channel);
-    }
-    f32 zeros[Key::UNIT];
+    return channels;
+  }
+
+  template <typename Lanes>
+  static LILY_INLINE void unpack(LILY_THREAD const lily_vec<InT, Lanes::UNIT>* runs, LILY_THREAD f32* values) {
     LILY_UNROLL
-    for (int i = 0; i < Key::UNIT; ++i) {
-      zeros[i] = 0.0f;
+    for (int r = 0; r < Lanes::RUNS; ++r) {
+      lily_unpack(runs[r], values + r * Lanes::UNIT);
     }
-    return lily_pack<InT, Key::UNIT>(zeros);
   }
 
   // The tokens of a head that starts at a channel. target: the head at token 0 of batch row 0; target_columns: elements
   // from a token to the next. A lane that has no head (exists is false) computes some head and stores nothing.
   template <typename Lanes, bool NORMALISE>
   LILY_INLINE void run(int channel, bool exists, f32 scale, LILY_DEVICE InT* target, int target_columns, uint lane) {
-    lily_vec<InT, Lanes::UNIT> window[Lanes::RUNS][TOKENS + 3];
+    lily_vec<InT, Lanes::UNIT> window[TOKENS + 3][Lanes::RUNS];
     LILY_UNROLL
-    for (int r = 0; r < Lanes::RUNS; ++r) {
+    for (int i = 0; i < TOKENS + 3; ++i) {
       LILY_UNROLL
-      for (int i = 0; i < TOKENS + 3; ++i) {
-        window[r][i] = token(first + i - 3, channel + Lanes::at(r, lane));
+      for (int r = 0; r < Lanes::RUNS; ++r) {
+        window[i][r] = token(first + i - 3, channel + Lanes::at(r, lane));
       }
     }
     f32 weight[Lanes::ELEMENTS * 4];  // of an element its four taps
     LILY_UNROLL
     for (int r = 0; r < Lanes::RUNS; ++r) {
       LILY_UNROLL
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < Lanes::UNIT * 4; i += WEIGHTS) {
         lily_unpack(
-            lily_load<Lanes::UNIT>(conv_weight + (channel + Lanes::at(r, lane)) * 4 + i * Lanes::UNIT),
-            weight + (r * 4 + i) * Lanes::UNIT);
+            lily_load<WEIGHTS>(conv_weight + (channel + Lanes::at(r, lane)) * 4 + i),
+            weight + r * Lanes::UNIT * 4 + i);
       }
+    }
+    f32 values[4][Lanes::ELEMENTS];  // of the tokens of a window, token i in row i % 4
+    LILY_UNROLL
+    for (int i = 0; i < 3; ++i) {
+      unpack<Lanes>(window[i], values[i]);
     }
     LILY_UNROLL
     for (int i = 0; i < TOKENS; ++i) {
+      unpack<Lanes>(window[i + 3], values[(i + 3) % 4]);
       f32 x[Lanes::ELEMENTS];
       f32 squares = 0.0f;
       LILY_UNROLL
-      for (int r = 0; r < Lanes::RUNS; ++r) {
-        LILY_THREAD f32* sums = x + r * Lanes::UNIT;
+      for (int c = 0; c < Lanes::ELEMENTS; ++c) {
+        x[c] = values[i % 4][c] * weight[c * 4];
         LILY_UNROLL
-        for (int tap = 0; tap < 4; ++tap) {
-          f32 values[Lanes::UNIT];
-          lily_unpack(window[r][i + tap], values);
-          LILY_UNROLL
-          for (int c = 0; c < Lanes::UNIT; ++c) {
-            const f32 factor = weight[(r * Lanes::UNIT + c) * 4 + tap];
-            sums[c] = tap == 0 ? values[c] * factor : lily_fma(values[c], factor, sums[c]);
-          }
+        for (int tap = 1; tap < 4; ++tap) {
+          x[c] = lily_fma(values[(i + tap) % 4][c], weight[c * 4 + tap], x[c]);
         }
       }
       LILY_UNROLL
@@ -139,19 +149,15 @@ struct GatedDeltaPrepare {
         }
       }
     }
-    if (exists) {
+    // Whoever has token end - 1 writes the state; without such a token, whoever has token 0. The window is loaded
+    // again for it: kept, it would take the registers that keep more simdgroups in flight.
+    if (exists && (end == 0 ? first == 0 : first < end && end <= first + TOKENS)) {
       LILY_UNROLL
-      for (int i = 0; i <= TOKENS; ++i) {
-        // Whoever has token end - 1 writes the state; without such a token, whoever has token 0.
-        if (first + i == end && (i > 0 || first == 0)) {
-          LILY_UNROLL
-          for (int r = 0; r < Lanes::RUNS; ++r) {
-            LILY_UNROLL
-            for (int j = 0; j < 3; ++j) {
-              lily_store<Lanes::UNIT>(
-                  conv_out + (row * 3 + j) * CHANNELS + channel + Lanes::at(r, lane), window[r][i + j]);
-            }
-          }
+      for (int r = 0; r < Lanes::RUNS; ++r) {
+        LILY_UNROLL
+        for (int i = 0; i < 3; ++i) {
+          const int at = channel + Lanes::at(r, lane);
+          lily_store<Lanes::UNIT>(conv_out + (row * 3 + i) * CHANNELS + at, token(end - 3 + i, at));
         }
       }
     }
@@ -160,7 +166,7 @@ struct GatedDeltaPrepare {
 
 template <
     typename InT, typename ALogT, int Dk, int Dv, int Hk, int Hv, int QKV_OFFSET, int QKV_COLUMNS, int B_OFFSET,
-    int B_COLUMNS, int A_OFFSET, int A_COLUMNS, int TOKENS, int SIMDGROUPS, bool HAS_MASK, bool HAS_LENGTHS>
+    int B_COLUMNS, int A_OFFSET, int A_COLUMNS, int TOKENS, int BYTES, int SIMDGROUPS, bool HAS_MASK, bool HAS_LENGTHS>
 LILY_INLINE void gated_delta_prepare(
     LILY_DEVICE const InT* qkv,
     LILY_DEVICE const InT* b,
@@ -184,7 +190,7 @@ LILY_INLINE void gated_delta_prepare(
     uint lane) {
   using Prepare = GatedDeltaPrepare<
       InT, ALogT, Dk, Dv, Hk, Hv, QKV_OFFSET, QKV_COLUMNS, B_OFFSET, B_COLUMNS, A_OFFSET, A_COLUMNS, TOKENS,
-      SIMDGROUPS, HAS_MASK, HAS_LENGTHS>;
+      BYTES, SIMDGROUPS, HAS_MASK, HAS_LENGTHS>;
   using Key = typename Prepare::Key;
   using Value = typename Prepare::Value;
   const int T = sizes[0];
@@ -233,8 +239,8 @@ LILY_INLINE void gated_delta_prepare(
 
 // ---- body ----
 gated_delta_prepare<
-    InT, ALogT, Dk, Dv, Hk, Hv, QKV_OFFSET, QKV_COLUMNS, B_OFFSET, B_COLUMNS, A_OFFSET, A_COLUMNS, TOKENS, SIMDGROUPS,
-    HAS_MASK, HAS_LENGTHS>(
+    InT, ALogT, Dk, Dv, Hk, Hv, QKV_OFFSET, QKV_COLUMNS, B_OFFSET, B_COLUMNS, A_OFFSET, A_COLUMNS, TOKENS, BYTES,
+    SIMDGROUPS, HAS_MASK, HAS_LENGTHS>(
     qkv, b, a, conv_weight, conv_state, A_log, dt_bias, mask, lengths, sizes, q, k, v, g, beta, conv_out,
     threadgroup_position_in_grid, thread_index_in_threadgroup, simdgroup_index_in_threadgroup,
     thread_index_in_simdgroup);

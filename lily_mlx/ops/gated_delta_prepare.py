@@ -64,15 +64,16 @@ def _template(
         "A_OFFSET": offsets[2],
         "A_COLUMNS": columns[2],
         "TOKENS": tile["tokens"],
+        "BYTES": tile["bytes"],
         "SIMDGROUPS": tile["simdgroups"],
         "HAS_MASK": has_mask,
         "HAS_LENGTHS": has_lengths,
     }
 
 
-def head_lanes(dtype: mx.Dtype, D: int) -> int:
-    """Lanes that hold a head of D elements, 16 bytes a load: ``lily_head_lanes`` of the kernels."""
-    units = D * dtype.size // 16
+def _lanes(dtype: mx.Dtype, D: int, tile: Mapping[str, int]) -> int:
+    """Lanes that hold a head of D elements: ``lily_head_lanes`` of the kernel."""
+    units = D * dtype.size // tile["bytes"]
     return min(units & -units, 32)
 
 
@@ -80,8 +81,8 @@ def _threads(
     dtype: mx.Dtype, sizes: Mapping[str, int], tile: Mapping[str, int]
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Grid and threadgroup: x the tokens, y blocks of channels and then the gates, z the batch row."""
-    blocks = -(-2 * sizes["Hk"] * head_lanes(dtype, sizes["Dk"]) // 32)
-    blocks += -(-sizes["Hv"] * head_lanes(dtype, sizes["Dv"]) // 32)
+    blocks = -(-2 * sizes["Hk"] * _lanes(dtype, sizes["Dk"], tile) // 32)
+    blocks += -(-sizes["Hv"] * _lanes(dtype, sizes["Dv"], tile) // 32)
     threads = 32 * tile["simdgroups"]
     groups = -(-blocks // tile["simdgroups"]) + 1
     return (threads * -(-sizes["T"] // tile["tokens"]), groups, sizes["B"]), (threads, 1, 1)
@@ -148,15 +149,16 @@ KERNEL = declare(
             "A_OFFSET",
             "A_COLUMNS",
             "TOKENS",
+            "BYTES",
             "SIMDGROUPS",
             "HAS_MASK",
             "HAS_LENGTHS",
         ),
         variants=(
-            _variant(mx.bfloat16, mx.float32, _QWEN, {"tokens": 8, "simdgroups": 4}),
-            _variant(mx.bfloat16, mx.float32, _QWEN, {"tokens": 4, "simdgroups": 4}),
-            _variant(mx.float16, mx.bfloat16, _QWEN, {"tokens": 8, "simdgroups": 8}, True, True),
-            _variant(mx.float32, mx.float32, _SMALL, {"tokens": 4, "simdgroups": 2}, True),
+            _variant(mx.bfloat16, mx.float32, _QWEN, {"tokens": 8, "bytes": 16, "simdgroups": 4}),
+            _variant(mx.bfloat16, mx.float32, _QWEN, {"tokens": 8, "bytes": 8, "simdgroups": 4}),
+            _variant(mx.float16, mx.bfloat16, _QWEN, {"tokens": 16, "bytes": 8, "simdgroups": 8}, True, True),
+            _variant(mx.float32, mx.float32, _SMALL, {"tokens": 4, "bytes": 16, "simdgroups": 2}, True),
         ),
     )
 )

@@ -21,9 +21,9 @@ BACKENDS = [name for name in source.BACKENDS if backends.available(name)]
 SMALL = (2, 6, 96, 64)
 
 TILES = [
-    {"tokens": 8, "simdgroups": 4},
-    {"tokens": 3, "simdgroups": 2},
-    {"tokens": 1, "simdgroups": 1},
+    {"tokens": 8, "bytes": 16, "simdgroups": 4},
+    {"tokens": 3, "bytes": 8, "simdgroups": 2},
+    {"tokens": 1, "bytes": 16, "simdgroups": 1},
 ]
 
 
@@ -139,7 +139,7 @@ def test_rows_end_where_their_lengths_say(backend, tile):
 @pytest.mark.parametrize("split", [1, 2, 3, 8])
 def test_a_split_sequence_gives_the_same_bits(backend, split):
     arguments = problem(SMALL, B=2, T=11, dtype=mx.bfloat16)
-    tile = {"tokens": 4, "simdgroups": 2}
+    tile = {"tokens": 4, "bytes": 16, "simdgroups": 2}
     whole = op.gated_delta_prepare(**arguments, tile=tile, backend=backend)
     parts = []
     for piece in (slice(None, split), slice(split, None)):
@@ -196,7 +196,7 @@ def test_zeros_give_zeros(backend):
 def test_no_schedule_changes_a_bit():
     arguments = problem((1, 2, 32, 64), T=7)
     arguments["mask"] = mx.arange(7)[None] != 3
-    tile = {"tokens": 3, "simdgroups": 2}
+    tile = {"tokens": 3, "bytes": 16, "simdgroups": 2}
     host.check_schedules(lambda: op.gated_delta_prepare(**arguments, tile=tile, backend="host"))
 
 
