@@ -2,10 +2,10 @@
 //
 //   M = max_b m_b,  out = sum_b 2^(m_b - M) partial_b / sum_b 2^(m_b - M) l_b * sigmoid(gate)
 //
-//   partial      [BLOCKS, Hq, D]  f32
-//   stats        [BLOCKS, Hq, 2]  f32   m_b and l_b: largest score in bits (log2), sum of 2^(score - largest)
+//   partials     [*]              f32   [BLOCKS, Hq, D] partial, then
+//                                       [Hq, BLOCKS, 2] m_b and l_b: largest score in bits (log2), sum of
+//                                       2^(score - largest)
 //   projected    [*]              T     the output gate of head h is D elements at GATE_OFFSET + h GATE_STRIDE
-//   sizes        [8]              i32   sizes[0] = BLOCKS
 //   out          [1, 1, N]        T     N = Hq D
 //
 // Who owns what: a threadgroup owns 32 UNIT columns of one head, a lane UNIT neighbours of them; a simdgroup sums every
@@ -13,16 +13,15 @@
 //
 // Limits: D a multiple of 32 UNIT; UNIT 1, 2 or 4.
 //
-// Why every simdgroup computes M and the divisor itself: both are a few hundred bytes, and the alternative is a barrier.
+// Why this order: the kernel is one trip to memory. Sums, figures and gate are requested before any of them is used.
+// Every simdgroup computes M and the divisor itself: both are a few hundred bytes, and the alternative is a barrier.
 
 #include "common/gates.h"
 
-template <typename T, int Hq, int D, int UNIT, int SIMDGROUPS, int GATE_OFFSET, int GATE_STRIDE>
+template <typename T, int BLOCKS, int Hq, int D, int UNIT, int SIMDGROUPS, int GATE_OFFSET, int GATE_STRIDE>
 LILY_INLINE void attention_combine(
-    LILY_DEVICE const f32* partial,
-    LILY_DEVICE const f32* stats,
+    LILY_DEVICE const f32* partials,
     LILY_DEVICE const T* projected,
-    LILY_DEVICE const i32* sizes,
     LILY_DEVICE T* out,
     LILY_THREADGROUP f32* merged,  // [SIMDGROUPS, 32 UNIT]
     uint column_block,
@@ -31,68 +30,91 @@ LILY_INLINE void attention_combine(
     uint simdgroup,
     uint lane) {
   static_assert(D % (32 * UNIT) == 0, "threadgroups have whole columns");
-  constexpr int BATCH = 4;
   constexpr int COLUMNS = 32 * UNIT;
-  const int blocks = sizes[0];
+  constexpr int THREADS = 32 * SIMDGROUPS;
+  constexpr int OUTPUTS_PER_THREAD = (COLUMNS + THREADS - 1) / THREADS;
+  constexpr int BLOCKS_PER_SIMDGROUP = (BLOCKS + SIMDGROUPS - 1) / SIMDGROUPS;
+  constexpr int BATCH = BLOCKS_PER_SIMDGROUP < 8 ? BLOCKS_PER_SIMDGROUP : 8;
+  constexpr int BLOCKS_PER_LANE = (BLOCKS + 31) / 32;
   const int first_column = int(column_block) * COLUMNS;
-  stats += int(head) * 2;
-  partial += int(head) * D + first_column + int(lane) * UNIT;
+  LILY_DEVICE const f32* stats = partials + i64(BLOCKS) * (Hq * D) + i64(head) * (BLOCKS * 2);
+  partials += int(head) * D + first_column + int(lane) * UNIT;
 
+  // Past the last block the last one is read again, and counts nothing.
+  lily_vec<f32, UNIT> words[BATCH];
+  f32 of_block[BATCH];
+  LILY_UNROLL
+  for (int i = 0; i < BATCH; ++i) {
+    const int b = lily_min(i * SIMDGROUPS + int(simdgroup), BLOCKS - 1);
+    words[i] = lily_load<UNIT>(partials + i64(b) * (Hq * D));
+    of_block[i] = stats[b * 2];
+  }
+  T gates[OUTPUTS_PER_THREAD];
+  LILY_UNROLL
+  for (int i = 0; i < OUTPUTS_PER_THREAD; ++i) {
+    const int column = first_column + lily_min(i * THREADS + int(thread_index), COLUMNS - 1);
+    gates[i] = projected[GATE_OFFSET + int(head) * GATE_STRIDE + column];
+  }
+  // Each lane's blocks are rescaled to its own largest, so that the figures are read once.
   f32 largest = -1e30f;
-  for (int b = int(lane); b < blocks; b += 32) {
-    largest = lily_max(largest, stats[i64(b) * (Hq * 2)]);
-  }
-  largest = lily_simd_max(largest);
   f32 total = 0.0f;
-  for (int b = int(lane); b < blocks; b += 32) {
-    LILY_DEVICE const f32* of_block = stats + i64(b) * (Hq * 2);
-    total += of_block[1] * lily_fast_exp2(of_block[0] - largest);
+  LILY_UNROLL
+  for (int i = 0; i < BLOCKS_PER_LANE; ++i) {
+    const int b = i * 32 + int(lane);
+    f32 pair[2];
+    lily_unpack(lily_load<2>(stats + lily_min(b, BLOCKS - 1) * 2), pair);
+    const f32 new_largest = lily_max(largest, pair[0]);
+    total = total * lily_fast_exp2(largest - new_largest) +
+        (b < BLOCKS ? pair[1] * lily_fast_exp2(pair[0] - new_largest) : 0.0f);
+    largest = new_largest;
   }
-  total = lily_simd_sum(total);
+  const f32 own_largest = largest;
+  largest = lily_simd_max(largest);
+  total = lily_simd_sum(total * lily_fast_exp2(own_largest - largest));
 
   f32 sums[UNIT];
   LILY_UNROLL
   for (int c = 0; c < UNIT; ++c) {
     sums[c] = 0.0f;
   }
-  LILY_NO_UNROLL
-  for (int first = int(simdgroup); first < blocks; first += BATCH * SIMDGROUPS) {
-    lily_vec<f32, UNIT> words[BATCH];
-    f32 weights[BATCH];
+  LILY_UNROLL
+  for (int first = 0; first < BLOCKS_PER_SIMDGROUP; first += BATCH) {
     LILY_UNROLL
     for (int i = 0; i < BATCH; ++i) {
-      // Past the last block the last one is read again, and counts nothing.
-      const int b = first + i * SIMDGROUPS;
-      const i64 existing = lily_min(b, blocks - 1);
-      words[i] = lily_load<UNIT>(partial + existing * (Hq * D));
-      weights[i] = b < blocks ? lily_fast_exp2(stats[existing * (Hq * 2)] - largest) : 0.0f;
-    }
-    LILY_UNROLL
-    for (int i = 0; i < BATCH; ++i) {
+      const int b = (first + i) * SIMDGROUPS + int(simdgroup);
       f32 values[UNIT];
       lily_unpack(words[i], values);
+      const f32 weight = b < BLOCKS ? lily_fast_exp2(of_block[i] - largest) : 0.0f;
       LILY_UNROLL
       for (int c = 0; c < UNIT; ++c) {
-        sums[c] = lily_fma(weights[i], values[c], sums[c]);
+        sums[c] = lily_fma(weight, values[c], sums[c]);
+      }
+      if (first + BATCH < BLOCKS_PER_SIMDGROUP) {
+        const int next = lily_min(b + BATCH * SIMDGROUPS, BLOCKS - 1);
+        words[i] = lily_load<UNIT>(partials + i64(next) * (Hq * D));
+        of_block[i] = stats[next * 2];
       }
     }
   }
   lily_store<UNIT>(merged + int(simdgroup) * COLUMNS + int(lane) * UNIT, lily_pack<f32, UNIT>(sums));
   lily_threadgroup_barrier();
-  for (int i = int(thread_index); i < COLUMNS; i += SIMDGROUPS * 32) {
-    f32 sum = 0.0f;
-    LILY_UNROLL
-    for (int s = 0; s < SIMDGROUPS; ++s) {
-      sum += merged[s * COLUMNS + i];
+  LILY_UNROLL
+  for (int i = 0; i < OUTPUTS_PER_THREAD; ++i) {
+    const int column = i * THREADS + int(thread_index);
+    if (column < COLUMNS) {
+      f32 sum = 0.0f;
+      LILY_UNROLL
+      for (int s = 0; s < SIMDGROUPS; ++s) {
+        sum += merged[s * COLUMNS + column];
+      }
+      out[int(head) * D + first_column + column] =
+          lily_from_f32<T>(sum / total * lily_sigmoid(lily_to_f32(gates[i])));
     }
-    const int column = first_column + i;
-    const f32 gate = lily_to_f32(projected[GATE_OFFSET + int(head) * GATE_STRIDE + column]);
-    out[int(head) * D + column] = lily_from_f32<T>(sum / total * lily_sigmoid(gate));
   }
 }
 
 // ---- body ----
 LILY_THREADGROUP_ARRAY(f32, merged, SIMDGROUPS * 32 * UNIT);
-attention_combine<T, Hq, D, UNIT, SIMDGROUPS, GATE_OFFSET, GATE_STRIDE>(
-    partial, stats, projected, sizes, out, merged, threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
+attention_combine<T, BLOCKS, Hq, D, UNIT, SIMDGROUPS, GATE_OFFSET, GATE_STRIDE>(
+    partials, projected, out, merged, threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
     thread_index_in_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);

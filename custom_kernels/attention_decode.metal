@@ -4,411 +4,296 @@
 //
 //   q            [1, Hq, 1, D]        QT
 //   keys, values [1, Hk, capacity, D] KvT
-//   projected    [*]                  KvT   the output gate of head h is D elements at GATE_OFFSET + h GATE_STRIDE;
-//                                           read only if FINAL
-//   position     [8]                  i32   position[0]: this token's, whose row is in the cache already
-//   sizes        [8]                  i32   sizes[0]: capacity
-//   out          [*]                  OutT  not FINAL: [BLOCKS, Hq, D] f32, sums over a block, not divided yet
-//                                           FINAL:     [1, 1, Hq D], divided and times sigmoid(gate)
-//   stats        [BLOCKS, Hq, 2]      f32   of each block: largest score in bits (log2), sum of 2^(score - largest)
+//   position     [8]                  i32   position[0]: this token's, whose row is in the cache already;
+//                                           position[1]: capacity
+//   projected    [*]                  KvT   only if FINAL: the output gate of head h is D elements at
+//                                           GATE_OFFSET + h GATE_STRIDE
+//   out          [*]                  OutT  FINAL:     [1, 1, Hq D], divided and times sigmoid(gate)
+//                                           not FINAL: f32, what attention_combine takes:
+//                                           [BLOCKS, Hq, D] sums over a block, not divided yet, then
+//                                           [Hq, BLOCKS, 2] largest score in bits (log2), sum of 2^(score - largest)
 //
 // Query head h reads KV head h / GROUP. BLOCKS is the grid's y; FINAL needs BLOCKS = 1.
 //
-// Who owns what: a threadgroup owns PARTS x HEADS query heads of one KV head and a block of rows; a simdgroup owns
-// HEADS of the heads and every SETS-th tile of ROWS 32 / LANES rows. LANES lanes share a row, lane l its elements
-// (r LANES + l) UNIT .. + UNIT - 1 of each run r, so a load of the simdgroup is 32 / LANES whole rows one after another,
-// and each element read serves HEADS query heads. In the softmax a lane has one score of the tile: of the row
-// i (32 / LANES) + lane / LANES and the head h, where i HEADS + h = l / OWNERS; OWNERS lanes have the same one.
+// Who owns what: a threadgroup owns up to 8 query heads of one KV head and a block of rows, which it takes ROWS at a
+// time: first their keys, then their values lie in threadgroup memory. For Q K^T a simdgroup takes 16 rows and one of
+// SPLITS parts of the columns; in the softmax a head, a lane a row; for P V a simdgroup takes D / SIMDGROUPS columns of
+// all rows, so that nothing is merged at the end.
 //
 // Blocks: general (BLOCK_ROWS = 0), the length is divided evenly among the blocks, so that all of them work at any
 // length; fixed, block b has the rows from b BLOCK_ROWS on. A block past the length writes neutral sums. No row past
 // the length is read.
 //
-// Limits: D a multiple of 32, of LANES UNIT; ROWS HEADS a power of two up to LANES; GROUP a multiple of PARTS HEADS.
+// Limits: D a multiple of 32 and of 16 SIMDGROUPS.
 //
-// Why this order: the scores of a tile are up to 32 sums over 32 lanes. Added one by one they would take 160
-// shuffles; folded, so that each step halves the sums that a lane holds, they take 31 and leave each lane with its
-// own. The rows of the next tile are requested as soon as the registers of this one are free, so loads are in flight
-// all the time; q is read from threadgroup memory again for each tile unless Q_IN_REGISTERS.
+// Why matrix units lose nothing here: their tiles have 16 rows and a KV head has 8 query heads or fewer. The other half
+// holds what is left of q, and of the weights, after rounding to 16 bits: with high and low parts the products are those
+// of fp32 numbers of 16 (bfloat16) or 22 (float16) bits, and keys and values are exact.
 
 #include "common/gates.h"
 
-template <
-    typename QT, typename KvT, typename OutT, int Hk, int GROUP, int D, int HEADS, int PARTS, int SETS, int LANES,
-    int ROWS, int BLOCK_ROWS, int GATE_OFFSET, int GATE_STRIDE, bool Q_IN_REGISTERS, bool FINAL>
-struct AttentionDecode {
+template <typename KvT, int D, int SIMDGROUPS>
+struct AttentionDecodeTile {
   enum : int {
-    UNIT = D % 64 == 0 ? 8 : 4,
-    COLUMNS = D / LANES,
-    RUNS = COLUMNS / UNIT,
-    ROWS_AT_ONCE = 32 / LANES,
-    TILE_ROWS = ROWS * ROWS_AT_ONCE,
-    SCORES = ROWS * HEADS,    // that LANES lanes compute together
-    OWNERS = LANES / SCORES,  // neighbouring lanes that end up with the same score
-    SIMDGROUPS = PARTS * SETS,
+    UNIT = 16 / int(sizeof(KvT)),  // elements of a load
+    HEADS = 8,
+    HAS_LOW = sizeof(KvT) == 2,
+    LEFT_ROWS = HAS_LOW ? 16 : 8,
+    ROWS = 64 / int(sizeof(KvT)),
+    STRIDE = D + UNIT,  // of q, keys and values: an odd multiple of 16 bytes
+    ROW_GROUPS = ROWS / 16,
+    SPLITS = SIMDGROUPS >= 2 * ROW_GROUPS ? 2 : 1,
+    SCORE_STRIDE = ROWS + 8,
+    WEIGHT_STRIDE = ROWS + UNIT,
     THREADS = SIMDGROUPS * 32,
-    P_UNIT = HEADS < 4 ? HEADS : 4,
-    // Heads of each part that are merged at a time: 16 KB for all simdgroups.
-    MERGE_FIT = 4096 / (SIMDGROUPS * D),
-    MERGE_HEADS = MERGE_FIT >= HEADS ? HEADS : MERGE_FIT >= 4 ? 4 : MERGE_FIT >= 2 ? 2 : 1
+    CHUNKS = ROWS * D / UNIT,
+    LOADS = (CHUNKS + THREADS - 1) / THREADS,
+    Q_SIZE = LEFT_ROWS * STRIDE,
+    // Of a matrix with 8 rows the product reads 16, and the upper half of its result is not used.
+    WEIGHTS_SIZE = 16 * WEIGHT_STRIDE,
+    KV_SIZE = ROWS * STRIDE,
+    SCORES_SIZE = SPLITS * 16 * SCORE_STRIDE
   };
-  static_assert(D % 32 == 0 && D % (LANES * UNIT) == 0, "a row is whole loads");
-  static_assert(32 % LANES == 0 && LANES % (ROWS * HEADS) == 0, "ROWS HEADS divides LANES, LANES divides 32");
-  static_assert(GROUP % (HEADS * PARTS) == 0, "threadgroups have whole parts of a group");
-  static_assert(MERGE_FIT >= 1, "the sums of one head of all simdgroups fit into 16 KB");
-
-  // Stands for minus infinity: differences of it stay finite.
-  static LILY_INLINE f32 lowest() {
-    return -1e30f;
-  }
-
-  struct Tile {
-    lily_vec<KvT, UNIT> keys[ROWS][RUNS];
-    lily_vec<KvT, UNIT> values[ROWS][RUNS];
-  };
-
-  LILY_DEVICE const KvT* keys;  // at this lane's row and column
-  LILY_DEVICE const KvT* values;
-  LILY_THREADGROUP const f32* q_shared;  // of this part: [HEADS, RUNS, UNIT / 4, LANES, 4]
-  LILY_THREADGROUP f32* weights;         // [32] of this simdgroup
-  int end;                               // of the block
-  int lane_in_row;
-  int row_of_lane;  // of the rows that are loaded at once
-
-  f32 q[Q_IN_REGISTERS ? HEADS : 1][COLUMNS];
-  f32 sums[HEADS][COLUMNS];
-  f32 largest;  // of this lane's head, in this simdgroup
-  f32 total;    // of this lane's scores
-  Tile tile;
-
-  LILY_INLINE void load(
-      LILY_DEVICE const KvT* source, LILY_THREAD lily_vec<KvT, UNIT> (*rows)[RUNS], int tile_row) {
-    LILY_UNROLL
-    for (int i = 0; i < ROWS; ++i) {
-      const int row = tile_row + i * ROWS_AT_ONCE;
-      const bool exists = row + row_of_lane < end;
-      LILY_UNROLL
-      for (int r = 0; r < RUNS; ++r) {
-        if (exists) {
-          rows[i][r] = lily_load<UNIT>(source + i64(row) * D + r * (LANES * UNIT));
-        } else {
-          const f32 zeros[UNIT] = {};
-          rows[i][r] = lily_pack<KvT, UNIT>(zeros);
-        }
-      }
-    }
-  }
-
-  // Four elements of q of a head, from this lane's c-th on.
-  LILY_INLINE void read_q(int head, int c, LILY_THREAD f32* columns) {
-    lily_unpack(lily_load<4>(q_shared + ((head * COLUMNS + c) * LANES + lane_in_row * 4)), columns);
-  }
-
-  // Sums over the lanes of a row of each of COUNT values: half of them go to the lane WIDTH / 2 away, until a lane has
-  // one; then the lanes that are left add theirs. Value i ends up in the lanes from i WIDTH / COUNT on.
-  template <int COUNT, int WIDTH>
-  LILY_INLINE void fold(LILY_THREAD f32* partial) {
-    if constexpr (COUNT > 1) {
-      const bool upper = (lane_in_row & (WIDTH / 2)) != 0;
-      LILY_UNROLL
-      for (int i = 0; i < COUNT / 2; ++i) {
-        const f32 give = upper ? partial[i] : partial[i + COUNT / 2];
-        const f32 keep = upper ? partial[i + COUNT / 2] : partial[i];
-        partial[i] = keep + lily_shuffle_xor(give, u32(WIDTH / 2));
-      }
-      fold<COUNT / 2, WIDTH / 2>(partial);
-    } else if constexpr (WIDTH > 1) {
-      partial[0] += lily_shuffle_xor(partial[0], u32(WIDTH / 2));
-      fold<1, WIDTH / 2>(partial);
-    }
-  }
-
-  // This lane's score of the tile.
-  LILY_INLINE f32 score() {
-    f32 partial[SCORES];
-    LILY_UNROLL
-    for (int i = 0; i < SCORES; ++i) {
-      partial[i] = 0.0f;
-    }
-    LILY_UNROLL
-    for (int c = 0; c < COLUMNS; c += 4) {
-      f32 k[ROWS][UNIT];
-      LILY_UNROLL
-      for (int i = 0; i < ROWS; ++i) {
-        lily_unpack(tile.keys[i][c / UNIT], k[i]);
-      }
-      LILY_UNROLL
-      for (int h = 0; h < HEADS; ++h) {
-        f32 q_columns[4];
-        if constexpr (Q_IN_REGISTERS) {
-          LILY_UNROLL
-          for (int j = 0; j < 4; ++j) {
-            q_columns[j] = q[h][c + j];
-          }
-        } else {
-          read_q(h, c, q_columns);
-        }
-        LILY_UNROLL
-        for (int i = 0; i < ROWS; ++i) {
-          LILY_UNROLL
-          for (int j = 0; j < 4; ++j) {
-            partial[i * HEADS + h] = lily_fma(q_columns[j], k[i][c % UNIT + j], partial[i * HEADS + h]);
-          }
-        }
-      }
-    }
-    fold<SCORES, LANES>(partial);
-    return partial[0];
-  }
-
-  // The tile at tile_row; then the rows of the tile at next_row, if there is one, take its registers.
-  LILY_INLINE void step(int tile_row, int next_row) {
-    const f32 value = score();
-    if (next_row < end) {
-      load(keys, tile.keys, next_row);
-    }
-    const int index = lane_in_row / OWNERS;  // of this lane's score
-    const bool exists = tile_row + index / HEADS * ROWS_AT_ONCE + row_of_lane < end;
-    f32 new_largest = lily_max(largest, exists ? value : lowest());
-    LILY_UNROLL
-    for (int mask = OWNERS * HEADS; mask < 32; mask *= 2) {
-      new_largest = lily_max(new_largest, lily_shuffle_xor(new_largest, u32(mask)));
-    }
-    const f32 weight = exists ? lily_fast_exp2(value - new_largest) : 0.0f;
-    const bool rescales = new_largest > largest;
-    if (lily_simd_any(rescales)) {
-      const f32 scale = lily_fast_exp2(largest - new_largest);
-      largest = new_largest;
-      total *= scale;
-      LILY_UNROLL
-      for (int h = 0; h < HEADS; ++h) {
-        const f32 scale_of_head = lily_shuffle(scale, u32(h * OWNERS));
-        LILY_UNROLL
-        for (int c = 0; c < COLUMNS; ++c) {
-          sums[h][c] *= scale_of_head;
-        }
-      }
-    }
-    total += weight;
-    if (lane_in_row % OWNERS == 0) {
-      weights[row_of_lane * SCORES + index] = weight;
-    }
-    lily_simdgroup_barrier();
-    LILY_UNROLL
-    for (int i = 0; i < ROWS; ++i) {
-      f32 v[COLUMNS];
-      f32 of_head[HEADS];
-      LILY_UNROLL
-      for (int r = 0; r < RUNS; ++r) {
-        lily_unpack(tile.values[i][r], v + r * UNIT);
-      }
-      LILY_UNROLL
-      for (int h = 0; h < HEADS; h += P_UNIT) {
-        lily_unpack(lily_load<P_UNIT>(weights + row_of_lane * SCORES + i * HEADS + h), of_head + h);
-      }
-      LILY_UNROLL
-      for (int h = 0; h < HEADS; ++h) {
-        LILY_UNROLL
-        for (int c = 0; c < COLUMNS; ++c) {
-          sums[h][c] = lily_fma(of_head[h], v[c], sums[h][c]);
-        }
-      }
-    }
-    if (next_row < end) {
-      load(values, tile.values, next_row);
-    }
-    lily_simdgroup_barrier();  // the weights are read before the next tile's are written
-  }
-
-  // Rows begin .. end - 1, every SETS-th tile from the set's first.
-  LILY_INLINE void run(int begin, int set) {
-    if constexpr (Q_IN_REGISTERS) {
-      LILY_UNROLL
-      for (int h = 0; h < HEADS; ++h) {
-        LILY_UNROLL
-        for (int c = 0; c < COLUMNS; c += 4) {
-          read_q(h, c, q[h] + c);
-        }
-      }
-    }
-    LILY_UNROLL
-    for (int h = 0; h < HEADS; ++h) {
-      LILY_UNROLL
-      for (int c = 0; c < COLUMNS; ++c) {
-        sums[h][c] = 0.0f;
-      }
-    }
-    largest = lowest();
-    total = 0.0f;
-    int row = begin + set * TILE_ROWS;
-    LILY_NO_UNROLL
-    for (; row < end; row += SETS * TILE_ROWS) {
-      step(row, row + SETS * TILE_ROWS);
-    }
-    // Lanes of different rows, and of different rows at once, have their own sums.
-    LILY_UNROLL
-    for (int mask = OWNERS * HEADS; mask < 32; mask *= 2) {
-      total += lily_shuffle_xor(total, u32(mask));
-    }
-    LILY_UNROLL
-    for (int mask = LANES; mask < 32; mask *= 2) {
-      LILY_UNROLL
-      for (int h = 0; h < HEADS; ++h) {
-        LILY_UNROLL
-        for (int c = 0; c < COLUMNS; ++c) {
-          sums[h][c] += lily_shuffle_xor(sums[h][c], u32(mask));
-        }
-      }
-    }
-  }
+  static_assert(D % 32 == 0 && D % (16 * SIMDGROUPS) == 0, "simdgroups have whole tiles of columns");
+  static_assert(KV_SIZE * int(sizeof(KvT)) >= 16 * D * 4, "the sums fit where the values were");
 };
 
+// Rows first_row .. of the tile, of which those before end exist: to registers, and from there to threadgroup memory.
+template <typename Tile, typename KvT, int D>
+LILY_INLINE void attention_decode_load(
+    LILY_DEVICE const KvT* source, int first_row, int end, uint thread_index,
+    LILY_THREAD lily_vec<KvT, Tile::UNIT>* staged) {
+  constexpr int UNIT = Tile::UNIT;
+  LILY_UNROLL
+  for (int i = 0; i < Tile::LOADS; ++i) {
+    const int chunk = i * Tile::THREADS + int(thread_index);
+    const int row = first_row + chunk / (D / UNIT);
+    if (chunk < Tile::CHUNKS && row < end) {
+      staged[i] = lily_load<UNIT>(source + i64(row) * D + chunk % (D / UNIT) * UNIT);
+    } else {
+      const f32 zeros[UNIT] = {};
+      staged[i] = lily_pack<KvT, UNIT>(zeros);
+    }
+  }
+}
+
+template <typename Tile, typename KvT, int D>
+LILY_INLINE void attention_decode_put(
+    LILY_THREADGROUP KvT* target, uint thread_index, LILY_THREAD const lily_vec<KvT, Tile::UNIT>* staged) {
+  constexpr int UNIT = Tile::UNIT;
+  LILY_UNROLL
+  for (int i = 0; i < Tile::LOADS; ++i) {
+    const int chunk = i * Tile::THREADS + int(thread_index);
+    if (chunk < Tile::CHUNKS) {
+      lily_store(target + chunk / (D / UNIT) * Tile::STRIDE + chunk % (D / UNIT) * UNIT, staged[i]);
+    }
+  }
+}
+
+// x as a high and a low part in rows h and h + 8 of a left matrix.
+template <typename Tile, typename KvT>
+LILY_INLINE void attention_decode_split(LILY_THREADGROUP KvT* at, int stride, f32 x) {
+  const KvT high = lily_from_f32<KvT>(x);
+  at[0] = high;
+  if (Tile::HAS_LOW) {
+    at[Tile::HEADS * stride] = lily_from_f32<KvT>(x - lily_to_f32(high));
+  }
+}
+
 template <
-    typename QT, typename KvT, typename OutT, int Hk, int GROUP, int D, int HEADS, int PARTS, int SETS, int LANES,
-    int ROWS, int BLOCK_ROWS, int GATE_OFFSET, int GATE_STRIDE, bool Q_IN_REGISTERS, bool FINAL>
+    typename QT, typename KvT, typename OutT, int Hk, int GROUP, int D, int SIMDGROUPS, int BLOCK_ROWS,
+    int GATE_OFFSET, int GATE_STRIDE, bool FINAL>
 LILY_INLINE void attention_decode(
     LILY_DEVICE const QT* q,
     LILY_DEVICE const KvT* keys,
     LILY_DEVICE const KvT* values,
-    LILY_DEVICE const KvT* projected,
     LILY_DEVICE const i32* position,
-    LILY_DEVICE const i32* sizes,
+    LILY_DEVICE const KvT* projected,
     LILY_DEVICE OutT* out,
-    LILY_DEVICE f32* stats,
-    LILY_THREADGROUP f32* q_shared,     // [PARTS, HEADS, D], permuted
-    LILY_THREADGROUP f32* weights,      // [SIMDGROUPS, 32]
-    LILY_THREADGROUP f32* group_stats,  // [SIMDGROUPS, HEADS, 2]
-    LILY_THREADGROUP f32* merged,       // [SIMDGROUPS, MERGE_HEADS, D]
-    uint heads_index,                   // KV head and which of its threadgroups
+    LILY_THREADGROUP KvT* memory,    // q, kv and weights, one after another
+    LILY_THREADGROUP f32* scores,    // [SPLITS, 16, SCORE_STRIDE]
+    LILY_THREADGROUP f32* of_heads,  // [HEADS]: factor of the sums so far; then of the result
+    uint heads_index,                // KV head and which 8 of its query heads
     uint block,
     uint blocks,
     uint thread_index,
     uint simdgroup,
     uint lane) {
-  using Attention = AttentionDecode<
-      QT, KvT, OutT, Hk, GROUP, D, HEADS, PARTS, SETS, LANES, ROWS, BLOCK_ROWS, GATE_OFFSET, GATE_STRIDE,
-      Q_IN_REGISTERS, FINAL>;
-  constexpr int UNIT = Attention::UNIT;
-  constexpr int RUNS = Attention::RUNS;
-  constexpr int OWNERS = Attention::OWNERS;
-  constexpr int THREADS = Attention::THREADS;
-  constexpr int MERGE_HEADS = Attention::MERGE_HEADS;
-  constexpr int THREADGROUPS_PER_KV_HEAD = GROUP / (HEADS * PARTS);
+  using Tile = AttentionDecodeTile<KvT, D, SIMDGROUPS>;
+  constexpr int HEADS = Tile::HEADS;
+  constexpr int UNIT = Tile::UNIT;
+  constexpr int ROWS = Tile::ROWS;
+  constexpr int THREADS = Tile::THREADS;
+  constexpr int SPLITS = Tile::SPLITS;
+  constexpr int HEADS_PER_SIMDGROUP = (HEADS + SIMDGROUPS - 1) / SIMDGROUPS;
+  constexpr int COLUMNS = D / SIMDGROUPS;
+  constexpr int THREADGROUPS_PER_KV_HEAD = (GROUP + HEADS - 1) / HEADS;
   constexpr int Hq = Hk * GROUP;
+  const f32 lowest = -1e30f;  // stands for minus infinity: differences of it stay finite
 
-  const int length = position[0] + 1;
-  const int capacity = sizes[0];
   const int kv_head = int(heads_index) / THREADGROUPS_PER_KV_HEAD;
-  const int first_head = kv_head * GROUP + int(heads_index) % THREADGROUPS_PER_KV_HEAD * (HEADS * PARTS);
-  const int part = int(simdgroup) % PARTS;
-  const int set = int(simdgroup) / PARTS;
-  const int lane_in_row = int(lane) % LANES;
-  const int tiles = (length + Attention::TILE_ROWS - 1) / Attention::TILE_ROWS;
-  const int block_rows =
-      BLOCK_ROWS > 0 ? BLOCK_ROWS : (tiles + int(blocks) - 1) / int(blocks) * Attention::TILE_ROWS;
+  const int first_of_group = int(heads_index) % THREADGROUPS_PER_KV_HEAD * HEADS;
+  const int first_head = kv_head * GROUP + first_of_group;
+  const int heads = lily_min(HEADS, GROUP - first_of_group);
+  // q does not wait for the position. Threads without an element, and heads that do not exist, read the last one.
+  constexpr int Q_PER_THREAD = (HEADS * D + THREADS - 1) / THREADS;
+  QT q_words[Q_PER_THREAD];
+  LILY_UNROLL
+  for (int i = 0; i < Q_PER_THREAD; ++i) {
+    q_words[i] = q[first_head * D + lily_min(i * THREADS + int(thread_index), heads * D - 1)];
+  }
+  const int length = position[0] + 1;
+  const int capacity = position[1];
+  const int tiles = (length + ROWS - 1) / ROWS;
+  const int block_rows = BLOCK_ROWS > 0 ? BLOCK_ROWS : (tiles + int(blocks) - 1) / int(blocks) * ROWS;
   const int begin = int(block) * block_rows;
+  const int end = lily_min(begin + block_rows, length);
+  keys += i64(kv_head) * capacity * D;
+  values += i64(kv_head) * capacity * D;
 
-  Attention attention;
-  attention.end = lily_min(begin + block_rows, length);
-  attention.lane_in_row = lane_in_row;
-  attention.row_of_lane = int(lane) / LANES;
-  attention.q_shared = q_shared + part * (HEADS * D);
-  attention.weights = weights + simdgroup * 32;
-  const i64 offset = (i64(kv_head) * capacity + attention.row_of_lane) * D + lane_in_row * UNIT;
-  attention.keys = keys + offset;
-  attention.values = values + offset;
-  const int first_row = begin + set * Attention::TILE_ROWS;
-  attention.load(attention.keys, attention.tile.keys, first_row);
-  attention.load(attention.values, attention.tile.values, first_row);
+  lily_vec<KvT, UNIT> key_words[Tile::LOADS];
+  lily_vec<KvT, UNIT> value_words[Tile::LOADS];
+  attention_decode_load<Tile, KvT, D>(keys, begin, end, thread_index, key_words);
+  attention_decode_load<Tile, KvT, D>(values, begin, end, thread_index, value_words);
+
+  LILY_THREADGROUP KvT* queries = memory;
+  LILY_THREADGROUP KvT* kv = queries + Tile::Q_SIZE;
+  LILY_THREADGROUP KvT* weights = kv + Tile::KV_SIZE;
+  LILY_UNROLL
+  for (int i = 0; i < Q_PER_THREAD; ++i) {
+    const int at = i * THREADS + int(thread_index);
+    if (at < HEADS * D) {
+      attention_decode_split<Tile, KvT>(
+          queries + at / D * Tile::STRIDE + at % D, Tile::STRIDE, lily_to_f32(q_words[i]));
+    }
+  }
 
   // Scores are in bits, so that their exponential is exp2.
   const f32 scale = lily_rsqrt(f32(D)) * 1.4426950408889634f;
-  for (int i = int(thread_index); i < PARTS * HEADS * D; i += THREADS) {
-    const int column = i % D;
-    const int run = column / (LANES * UNIT);
-    const int of_lane = column % (LANES * UNIT) / UNIT;
-    const int word = (run * UNIT + column % UNIT) / 4;
-    q_shared[i / D * D + (word * LANES + of_lane) * 4 + column % 4] =
-        lily_to_f32(q[first_head * D + i]) * scale;
-  }
-  lily_threadgroup_barrier();
-  attention.run(begin, set);
-
-  LILY_THREADGROUP f32* own_stats = group_stats + simdgroup * (HEADS * 2);
-  const int head_of_lane = lane_in_row / OWNERS % HEADS;
-  const bool has_stats = int(lane) < OWNERS * HEADS && int(lane) % OWNERS == 0;
-  if (has_stats) {
-    own_stats[head_of_lane * 2] = attention.largest;
-    own_stats[head_of_lane * 2 + 1] = attention.total;
-  }
-  lily_threadgroup_barrier();
-  // A lane has the figures of its head over all sets.
-  f32 largest = Attention::lowest();
-  f32 total = 0.0f;
+  f32 largest[HEADS_PER_SIMDGROUP];
+  f32 total[HEADS_PER_SIMDGROUP];  // of this lane's weights
   LILY_UNROLL
-  for (int s = 0; s < SETS; ++s) {
-    largest = lily_max(largest, group_stats[((s * PARTS + part) * HEADS + head_of_lane) * 2]);
+  for (int i = 0; i < HEADS_PER_SIMDGROUP; ++i) {
+    largest[i] = lowest;
+    total[i] = 0.0f;
   }
-  LILY_UNROLL
-  for (int s = 0; s < SETS; ++s) {
-    LILY_THREADGROUP const f32* of_set = group_stats + ((s * PARTS + part) * HEADS + head_of_lane) * 2;
-    total += of_set[1] * lily_fast_exp2(of_set[0] - largest);
-  }
-  if (set == 0 && has_stats) {
-    LILY_DEVICE f32* target = stats + (i64(block) * Hq + first_head + part * HEADS + head_of_lane) * 2;
-    target[0] = largest;
-    target[1] = total;
-  }
-  const f32 rescale = lily_fast_exp2(attention.largest - largest) * (FINAL ? 1.0f / total : 1.0f);
-
-  LILY_UNROLL
-  for (int first = 0; first < HEADS; first += MERGE_HEADS) {
+  lily_tile<KvT, 16, COLUMNS> sums;
+  sums.zero();
+  LILY_NO_UNROLL
+  for (int row = begin; row < end; row += ROWS) {
+    attention_decode_put<Tile, KvT, D>(kv, thread_index, key_words);
+    if (row + ROWS < end) {
+      attention_decode_load<Tile, KvT, D>(keys, row + ROWS, end, thread_index, key_words);
+    }
+    lily_threadgroup_barrier();
+    for (int part = int(simdgroup); part < Tile::ROW_GROUPS * SPLITS; part += SIMDGROUPS) {
+      const int first_row = part / SPLITS * 16;
+      const int first_column = part % SPLITS * (D / SPLITS);
+      lily_tile<KvT, 16, 16> product;
+      product.zero();
+      product.template multiply_nt<D / SPLITS>(
+          queries + first_column, Tile::STRIDE, kv + first_row * Tile::STRIDE + first_column, Tile::STRIDE, lane);
+      LILY_THREADGROUP f32* target = scores + part % SPLITS * (16 * Tile::SCORE_STRIDE) + first_row;
+      LILY_UNROLL
+      for (int i = 0; i < product.ELEMENTS; ++i) {
+        target[product.row(i, lane) * Tile::SCORE_STRIDE + product.col(i, lane)] = product.values[i];
+      }
+    }
+    lily_threadgroup_barrier();
+    attention_decode_put<Tile, KvT, D>(kv, thread_index, value_words);
+    if (row + ROWS < end) {
+      attention_decode_load<Tile, KvT, D>(values, row + ROWS, end, thread_index, value_words);
+    }
     LILY_UNROLL
-    for (int m = 0; m < MERGE_HEADS; ++m) {
-      const int h = first + m;
-      const f32 rescale_of_head = lily_shuffle(rescale, u32(h * OWNERS));
-      if (attention.row_of_lane == 0) {
-        LILY_UNROLL
-        for (int r = 0; r < RUNS; ++r) {
-          f32 scaled[UNIT];
+    for (int i = 0; i < HEADS_PER_SIMDGROUP; ++i) {
+      const int head = i * SIMDGROUPS + int(simdgroup);
+      if (head < HEADS) {
+        const bool exists = int(lane) < ROWS && row + int(lane) < end;
+        f32 score = 0.0f;
+        if (exists) {
           LILY_UNROLL
-          for (int c = 0; c < UNIT; ++c) {
-            scaled[c] = attention.sums[h][r * UNIT + c] * rescale_of_head;
+          for (int s = 0; s < SPLITS; ++s) {
+            LILY_THREADGROUP const f32* at = scores + (s * 16 + head) * Tile::SCORE_STRIDE + int(lane);
+            score += Tile::HAS_LOW ? at[0] + at[HEADS * Tile::SCORE_STRIDE] : at[0];
           }
-          lily_store<UNIT>(
-              merged + (int(simdgroup) * MERGE_HEADS + m) * D + (r * LANES + lane_in_row) * UNIT,
-              lily_pack<f32, UNIT>(scaled));
+        }
+        const f32 new_largest = lily_max(largest[i], lily_simd_max(exists ? score * scale : lowest));
+        const f32 factor = lily_fast_exp2(largest[i] - new_largest);
+        const f32 weight = exists ? lily_fast_exp2(score * scale - new_largest) : 0.0f;
+        largest[i] = new_largest;
+        total[i] = total[i] * factor + weight;
+        if (int(lane) < ROWS) {
+          attention_decode_split<Tile, KvT>(
+              weights + head * Tile::WEIGHT_STRIDE + int(lane), Tile::WEIGHT_STRIDE, weight);
+        }
+        if (lane == 0) {
+          of_heads[head] = factor;
         }
       }
     }
     lily_threadgroup_barrier();
-    for (int i = int(thread_index); i < PARTS * MERGE_HEADS * D; i += THREADS) {
-      f32 sum = 0.0f;
-      LILY_UNROLL
-      for (int s = 0; s < SETS; ++s) {
-        sum += merged[s * (PARTS * MERGE_HEADS * D) + i];
-      }
-      const int head = first_head + i / (MERGE_HEADS * D) * HEADS + first + i / D % MERGE_HEADS;
-      if (FINAL) {
-        sum *= lily_sigmoid(lily_to_f32(projected[GATE_OFFSET + head * GATE_STRIDE + i % D]));
-      }
-      out[(i64(block) * Hq + head) * D + i % D] = lily_from_f32<OutT>(sum);
+    LILY_UNROLL
+    for (int i = 0; i < sums.ELEMENTS; ++i) {
+      sums.values[i] *= of_heads[sums.row(i, lane) % HEADS];
     }
+    sums.template multiply_nn<ROWS>(
+        weights, Tile::WEIGHT_STRIDE, kv + int(simdgroup) * COLUMNS, Tile::STRIDE, lane);
     lily_threadgroup_barrier();
+  }
+
+  LILY_UNROLL
+  for (int i = 0; i < HEADS_PER_SIMDGROUP; ++i) {
+    const int head = i * SIMDGROUPS + int(simdgroup);
+    if (head < HEADS) {
+      const f32 sum = lily_simd_sum(total[i]);
+      if (lane == 0) {
+        of_heads[head] = FINAL ? 1.0f / sum : 1.0f;
+      }
+      if (!FINAL && lane == 0 && head < heads) {
+        LILY_DEVICE OutT* stats = out + i64(blocks) * (Hq * D) + ((first_head + head) * i64(blocks) + int(block)) * 2;
+        stats[0] = lily_from_f32<OutT>(largest[i]);
+        stats[1] = lily_from_f32<OutT>(sum);
+      }
+    }
+  }
+  // High and low parts are added where the values were.
+  LILY_THREADGROUP f32* rows = reinterpret_cast<LILY_THREADGROUP f32*>(kv);
+  LILY_UNROLL
+  for (int i = 0; i < sums.ELEMENTS; ++i) {
+    rows[sums.row(i, lane) * D + int(simdgroup) * COLUMNS + sums.col(i, lane)] = sums.values[i];
+  }
+  lily_threadgroup_barrier();
+  out += (i64(block) * Hq + first_head) * D;
+  LILY_UNROLL
+  for (int start = 0; start < HEADS * D; start += THREADS * 4) {
+    const int i = start + int(thread_index) * 4;
+    if (i < heads * D) {
+      const int head = i / D;
+      f32 columns[4];
+      f32 low[4] = {};
+      lily_unpack(lily_load<4>(rows + i), columns);
+      if (Tile::HAS_LOW) {
+        lily_unpack(lily_load<4>(rows + i + HEADS * D), low);
+      }
+      LILY_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        columns[c] += low[c];
+        if constexpr (FINAL) {
+          const f32 gate = lily_to_f32(projected[GATE_OFFSET + (first_head + head) * GATE_STRIDE + i % D + c]);
+          columns[c] *= of_heads[head] * lily_sigmoid(gate);
+        }
+      }
+      lily_store<4>(out + i, lily_pack<OutT, 4>(columns));
+    }
   }
 }
 
 // ---- body ----
-using Attention = AttentionDecode<
-    QT, KvT, OutT, Hk, GROUP, D, HEADS, PARTS, SETS, LANES, ROWS, BLOCK_ROWS, GATE_OFFSET, GATE_STRIDE,
-    Q_IN_REGISTERS, FINAL>;
-LILY_THREADGROUP_ARRAY(f32, q_shared, PARTS * HEADS * D);
-LILY_THREADGROUP_ARRAY(f32, weights, PARTS * SETS * 32);
-LILY_THREADGROUP_ARRAY(f32, group_stats, PARTS * SETS * HEADS * 2);
-LILY_THREADGROUP_ARRAY(f32, merged, PARTS * SETS * Attention::MERGE_HEADS * D);
-attention_decode<
-    QT, KvT, OutT, Hk, GROUP, D, HEADS, PARTS, SETS, LANES, ROWS, BLOCK_ROWS, GATE_OFFSET, GATE_STRIDE,
-    Q_IN_REGISTERS, FINAL>(
-    q, keys, values, projected, position, sizes, out, stats, q_shared, weights, group_stats, merged,
+using Tile = AttentionDecodeTile<KvT, D, SIMDGROUPS>;
+LILY_THREADGROUP_ARRAY(KvT, memory, Tile::Q_SIZE + Tile::KV_SIZE + Tile::WEIGHTS_SIZE);
+LILY_THREADGROUP_ARRAY(f32, scores, Tile::SCORES_SIZE);
+LILY_THREADGROUP_ARRAY(f32, of_heads, Tile::HEADS);
+attention_decode<QT, KvT, OutT, Hk, GROUP, D, SIMDGROUPS, BLOCK_ROWS, GATE_OFFSET, GATE_STRIDE, FINAL>(
+    q, keys, values, position, reinterpret_cast<LILY_DEVICE const KvT*>(projected), out, memory, scores, of_heads,
     threadgroup_position_in_grid.x, threadgroup_position_in_grid.y, threadgroups_per_grid.y,
     thread_index_in_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);

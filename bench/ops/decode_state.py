@@ -39,42 +39,11 @@ CACHE_BYTES = 60e6  # of the GPU, about: the buffers of a chain are more than th
 # The most promising first: compiling may use up the budget.
 STEP_TILES = [(8, 16), (16, 16), (8, 8), (4, 8), (4, 16), (32, 16)]  # lanes, simdgroups
 
-# TILE_FIELDS in order; columns and simdgroups of the second pass.
-AttentionTile = tuple[tuple[int, ...], tuple[int, int]]
-SHORT_TILES: list[AttentionTile] = [
-    ((4, 1, 4, 32, 4, 0, 64, 0), (2, 8)),
-    ((4, 1, 4, 32, 4, 0, 32, 0), (2, 4)),
-    ((8, 1, 4, 32, 4, 0, 32, 0), (2, 8)),
-    ((1, 1, 8, 32, 8, 0, 1, 0), (2, 4)),
-    ((2, 1, 16, 32, 4, 0, 1, 0), (2, 4)),
-    ((4, 1, 16, 32, 2, 0, 1, 0), (2, 4)),
-]
-LONG_TILES: list[AttentionTile] = [
-    ((8, 1, 4, 32, 4, 0, 396, 0), (2, 16)),
-    ((8, 1, 8, 32, 4, 0, 132, 0), (2, 16)),
-    ((8, 1, 12, 32, 4, 0, 132, 0), (2, 16)),
-    ((4, 2, 8, 32, 4, 0, 264, 0), (2, 16)),
-    ((8, 1, 7, 32, 2, 0, 264, 0), (2, 16)),
-    ((8, 1, 4, 32, 4, 512, 0, 0), (2, 16)),
-    ((8, 1, 4, 32, 4, 1024, 0, 0), (2, 16)),
-    ((4, 1, 8, 32, 4, 0, 264, 0), (2, 16)),
-    ((8, 1, 8, 32, 4, 0, 132, 1), (2, 16)),
-    ((4, 2, 8, 32, 8, 0, 132, 0), (2, 16)),
-    ((4, 1, 8, 16, 4, 0, 132, 0), (2, 16)),
-    ((8, 1, 4, 32, 4, 0, 396, 0), (4, 8)),
-    ((8, 1, 4, 32, 4, 0, 396, 0), (1, 16)),
-    ((8, 1, 4, 32, 4, 0, 264, 0), (2, 16)),
-]
-TILE_FIELDS = (
-    "heads",
-    "parts",
-    "simdgroups",
-    "lanes",
-    "rows",
-    "block_rows",
-    "threadgroups",
-    "q_in_registers",
-)
+# Of the first pass, TILE_FIELDS in order; of the second, columns and simdgroups.
+TILE_FIELDS = ("simdgroups", "block_rows", "threadgroups")
+ATTENTION_TILES = [(4, 0, 132), (8, 0, 132), (4, 0, 264), (8, 0, 264), (4, 0, 396), (4, 512, 0), (4, 1024, 0)]
+SHORT_TILES = [(8, 0, 1), (4, 0, 1)]  # a single pass
+COMBINE_TILES = [(1, 8), (2, 8), (1, 16)]
 
 
 @dataclass
@@ -199,31 +168,25 @@ def step_arms(backend: str, layers: int) -> Iterator[Arm]:
 
 def prepare_arms(backend: str, calls: int) -> Iterator[Arm]:
     fused = normal(1, 1, (2 * Hq + 2 * Hk) * D)
-    k_raw = normal(1, Hk, 1, D)
-    q_weight, k_weight = normal(D), normal(D)
+    rows = normal(1, Hk, 2, D), normal(1, Hk, 2, D)
     frequencies = qk_prepare.rope_frequencies(ROTARY, 1e7)
-    position = mx.array([4095] * 8, dtype=mx.int32)
-    offsets = (0, 0, (2 * Hq + Hk) * D)
-    heads: dict[str, Any] = {"Hq": Hq, "Hk": Hk, "offsets": offsets}
-
-    def call(k_raw: mx.array):
-        arrays = (fused, k_raw, fused, q_weight, k_weight, frequencies, position)
-        return qk_prepare.qk_prepare(*arrays, **heads, backend=backend)
+    arrays = (fused, normal(D), normal(D), frequencies, mx.array([4095] * 8, dtype=mx.int32))
+    heads: dict[str, Any] = {"Hq": Hq, "Hk": Hk, "offsets": (0, 2 * Hq * D, (2 * Hq + Hk) * D)}
 
     def errors() -> list[float]:
-        arrays = (fused, k_raw, fused, q_weight, k_weight, frequencies, position)
-        want = qk_prepare.qk_prepare_reference(*arrays, **heads)
-        return [error(g, w) for g, w in zip(call(k_raw), want, strict=True)]
+        got = qk_prepare.qk_prepare(*arrays, **heads, before=rows, backend=backend)
+        want = qk_prepare.qk_prepare_reference(*arrays, **heads, before=rows)
+        return [error(g, w) for g, w in zip(got, want, strict=True)]
 
-    def chain(k):
+    def chain(k, v):
         queries = []
         for _ in range(calls):
-            q, k, _ = call(k)
+            q, k, v = qk_prepare.qk_prepare(*arrays, **heads, before=(k, v), backend=backend)
             queries.append(q)
-        return k, queries
+        return k, v, queries
 
-    moved = 2 * (Hq + 2 * Hk) * D + 4 * Hq * D + 2 * 2 * Hk * D
-    yield Arm("one simdgroup a head", errors, chain, (k_raw,), calls, moved, 1, (1e-3, 2.0**-7, 0.0))
+    moved = 2 * (Hq + 2 * Hk) * D + 4 * Hq * D + 2 * 6 * Hk * D
+    yield Arm("the tile of the table", errors, chain, rows, calls, moved, 1, (1e-3, 2.0**-7, 0.0))
 
 
 def attention_arms(backend: str, context: int, calls: int | None) -> Iterator[Arm]:
@@ -235,19 +198,24 @@ def attention_arms(backend: str, context: int, calls: int | None) -> Iterator[Ar
     values = [normal(1, Hk, context, D) for _ in range(buffers)]
     q = normal(1, Hq, 1, D)
     projected = normal(1, 1, 2 * Hq * D)
-    position = mx.array([context - 1] * 8, dtype=mx.int32)
+    position = mx.array([context - 1, context, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
     want = attention_decode.attention_decode_reference(q, keys[0], values[0], projected, position)
     mx.eval(want)
     tolerance = (2.0**-7,)
 
-    for numbers, (columns, simdgroups) in SHORT_TILES if context <= 1024 else LONG_TILES:
+    # One second pass with every first pass, then the other second passes with the first one.
+    pairs = [(numbers, COMBINE_TILES[0]) for numbers in ATTENTION_TILES]
+    pairs += [(ATTENTION_TILES[0], combine) for combine in COMBINE_TILES[1:]]
+    if context <= 1024:
+        pairs += [(numbers, COMBINE_TILES[0]) for numbers in SHORT_TILES]
+    for numbers, (columns, simdgroups) in pairs:
         tile = dict(zip(TILE_FIELDS, numbers, strict=True))
         options = {
             "tile": tile,
             "combine_tile": {"columns": columns, "simdgroups": simdgroups},
             "backend": backend,
         }
-        single = attention_decode.blocks(context, Hk, Hq // Hk, D, tile) == 1
+        single = attention_decode.blocks(context, Hk, Hq // Hk, DTYPE, tile) == 1
 
         def errors(options=options) -> list[float]:
             got = attention_decode.attention_decode(q, keys[0], values[0], projected, position, **options)

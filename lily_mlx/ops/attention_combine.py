@@ -5,18 +5,17 @@
 
 | array | shape | dtype |
 | --- | --- | --- |
-| partial | [blocks, Hq, D] | float32 |
-| stats | [blocks, Hq, 2]: m_b, the largest score in bits, and l_b, the sum of 2^(score - m_b) | float32 |
+| partials | flat: partial [blocks, Hq, D], then m_b and l_b of each head, [Hq, blocks, 2] | float32 |
 | projected | any; head h's gate is D elements from ``offset + (2 h + 1) D`` | bfloat16, float16, float32 |
 | out (result) | [1, 1, Hq D] | as projected |
 
-A block without rows has partial 0, m -1e30 and l 0; at least one block has rows.
+m_b is the largest score of a block in bits, l_b the sum of 2^(score - m_b). A block without rows has
+partial 0, m -1e30 and l 0; at least one block has rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 
 import mlx.core as mx
 
@@ -28,10 +27,11 @@ ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 
 
 def _template(
-    dtype: mx.Dtype, Hq: int, D: int, offset: int, tile: Mapping[str, int]
+    dtype: mx.Dtype, blocks: int, Hq: int, D: int, offset: int, tile: Mapping[str, int]
 ) -> dict[str, TemplateValue]:
     return {
         "T": dtype,
+        "BLOCKS": blocks,
         "Hq": Hq,
         "D": D,
         "UNIT": _unit(D, tile),
@@ -39,6 +39,11 @@ def _template(
         "GATE_OFFSET": offset + D,
         "GATE_STRIDE": 2 * D,
     }
+
+
+def partials_size(blocks: int, Hq: int, D: int) -> int:
+    """Elements of ``partials``."""
+    return blocks * Hq * (D + 2)
 
 
 def _unit(D: int, tile: Mapping[str, int]) -> int:
@@ -52,20 +57,19 @@ def _unit(D: int, tile: Mapping[str, int]) -> int:
 def _variant(dtype: mx.Dtype, Hq: int, D: int, blocks: int, **tile: int) -> Variant:
     grid = (tile["simdgroups"] * D // _unit(D, tile), Hq, 1)
     threadgroup = (32 * tile["simdgroups"], 1, 1)
-    return Variant(_template(dtype, Hq, D, 0, tile), {"BLOCKS": blocks, "N": Hq * D}, grid, threadgroup)
+    sizes = {"N": Hq * D, "SIZE": partials_size(blocks, Hq, D)}
+    return Variant(_template(dtype, blocks, Hq, D, 0, tile), sizes, grid, threadgroup)
 
 
 KERNEL = declare(
     Kernel(
         stem="attention_combine",
         inputs=(
-            Buffer("partial", "BLOCKS Hq D", "float32"),
-            Buffer("stats", "BLOCKS Hq 2", "float32"),
+            Buffer("partials", "SIZE", "float32"),
             Buffer("projected", "*", "T"),
-            Buffer("sizes", "8", "int32"),
         ),
         outputs=(Buffer("out", "1 1 N", "T"),),
-        template=("T", "Hq", "D", "UNIT", "SIMDGROUPS", "GATE_OFFSET", "GATE_STRIDE"),
+        template=("T", "BLOCKS", "Hq", "D", "UNIT", "SIMDGROUPS", "GATE_OFFSET", "GATE_STRIDE"),
         variants=(
             _variant(mx.bfloat16, 16, 256, 66, columns=4, simdgroups=16),
             _variant(mx.bfloat16, 16, 256, 66, columns=2, simdgroups=8),
@@ -78,23 +82,22 @@ KERNEL = declare(
 
 
 def supports(
-    partial: mx.array,
-    stats: mx.array,
+    partials: mx.array,
     projected: mx.array,
     *,
+    blocks: int,
+    Hq: int,
+    D: int,
     offset: int = 0,
     backend: str | None = None,
 ) -> str | None:
     """None if the kernel takes these arrays on the back-end (by default the one in use), else the reason."""
     if (backend or backends.resolve()) == "ops":
         return "no GPU back-end"
-    if partial.ndim != 3 or partial.size == 0 or partial.shape[-1] % 32:
-        return f"partial has shape {partial.shape}, not [blocks, Hq, D] with D a multiple of 32"
-    blocks, Hq, D = partial.shape
-    if stats.shape != (blocks, Hq, 2):
-        return f"stats has shape {stats.shape}, not {(blocks, Hq, 2)}"
-    if partial.dtype != mx.float32 or stats.dtype != mx.float32:
-        return f"partial and stats must be float32, not {partial.dtype} and {stats.dtype}"
+    if min(blocks, Hq, D) < 1 or D % 32:
+        return f"blocks={blocks}, Hq={Hq}, D={D}: must be positive, D a multiple of 32"
+    if partials.dtype != mx.float32 or partials.shape != (partials_size(blocks, Hq, D),):
+        return f"partials is {partials.dtype} {partials.shape}, not float32 ({partials_size(blocks, Hq, D)},)"
     if projected.dtype not in ACTIVATION_DTYPES:
         return f"projected is {projected.dtype}"
     if not 0 <= offset <= projected.size - 2 * Hq * D:
@@ -103,26 +106,24 @@ def supports(
 
 
 def attention_combine_reference(
-    partial: mx.array, stats: mx.array, projected: mx.array, *, offset: int = 0
+    partials: mx.array, projected: mx.array, *, blocks: int, Hq: int, D: int, offset: int = 0
 ) -> mx.array:
     """The same in plain MLX, in float32."""
-    _, Hq, D = partial.shape
-    weights = mx.exp((stats[..., 0] - stats[..., 0].max(0)) * mx.log(mx.array(2.0)))
-    out = (weights[..., None] * partial).sum(0) / (weights * stats[..., 1]).sum(0)[:, None]
+    partial = partials[: blocks * Hq * D].reshape(blocks, Hq, D)
+    largest, totals = mx.moveaxis(partials[blocks * Hq * D :].reshape(Hq, blocks, 2), 2, 0)
+    weights = mx.exp((largest - largest.max(1, keepdims=True)) * mx.log(mx.array(2.0)))
+    out = (weights.T[..., None] * partial).sum(0) / (weights * totals).sum(1)[:, None]
     gate = projected.reshape(-1)[offset : offset + 2 * Hq * D].reshape(Hq, 2, D)[:, 1]
     return (out * mx.sigmoid(gate.astype(mx.float32))).reshape(1, 1, -1)
 
 
-@lru_cache(maxsize=256)
-def _sizes(blocks: int) -> mx.array:
-    return mx.array([blocks, 0, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
-
-
 def attention_combine(
-    partial: mx.array,
-    stats: mx.array,
+    partials: mx.array,
     projected: mx.array,
     *,
+    blocks: int,
+    Hq: int,
+    D: int,
     offset: int = 0,
     tile: Mapping[str, int] | None = None,
     backend: str | None = None,
@@ -130,7 +131,8 @@ def attention_combine(
     """Combine the blocks on the GPU (or the host back-end).
 
     Args:
-        partial, stats, projected: see the module's table; :func:`supports` must answer None.
+        partials, projected: see the module's table; :func:`supports` must answer None.
+        blocks, Hq, D: its axes.
         offset: element of ``projected`` where the first head's query starts, D before its gate.
         tile: ``columns`` of a lane and ``simdgroups``; by default from the tile table.
         backend: ``metal``, ``cuda`` or ``host``; by default the one in use.
@@ -141,14 +143,13 @@ def attention_combine(
     Raises:
         ValueError: the arrays do not fit the kernel.
     """
-    blocks, Hq, D = partial.shape
     backend = backend or backends.resolve()
     if tile is None:
         tile = choose("attention_combine", backends.chip(backend), blocks=blocks, Hq=Hq, D=D)
-    template = _template(projected.dtype, Hq, D, offset, tile)
+    template = _template(projected.dtype, blocks, Hq, D, offset, tile)
     (out,) = launch(
         KERNEL,
-        [partial, stats, projected, _sizes(blocks)],
+        [partials, projected],
         template=template,
         grid=(tile["simdgroups"] * D // _unit(D, tile), Hq, 1),
         threadgroup=(32 * tile["simdgroups"], 1, 1),

@@ -7,7 +7,7 @@
 | q | [1, Hq, 1, D], normalised and rotated | float32, or as keys |
 | keys, values | [1, Hk, capacity, D], this token's row included | bfloat16, float16 or float32 |
 | projected | any; the gate of head h is D elements from ``offset + (2 h + 1) D`` | as keys |
-| position | [8]; ``position[0]`` is the token's position: the rows up to it exist | int32 |
+| position | [8]: the token's position, up to which rows exist, then capacity | int32 |
 | out (result) | [1, 1, Hq D] | as keys |
 
 Query head h reads KV head h // (Hq // Hk). Rows past ``position[0]`` are not read. ``projected`` and
@@ -17,7 +17,6 @@ Query head h reads KV head h // (Hq // Hk). Rows past ``position[0]`` are not re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -25,51 +24,32 @@ import mlx.core as mx
 from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, TemplateValue, Variant, declare, launch
 from ..tiles import choose
-from .attention_combine import attention_combine
+from .attention_combine import attention_combine, partials_size
 
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 MAX_HEAD_SIZE = 256
-MAX_ELEMENTS_PER_LANE = 64  # of the sums, of keys and of values: what registers hold
+HEADS = 8  # query heads of a threadgroup, at most
+TILE_BYTES = 64  # rows of a tile: this by the bytes of an element
 
 
-def layout(D: int, group: int, tile: Mapping[str, int]) -> dict[str, int]:
-    """The tile fitted to a head size and a group: HEADS, PARTS, SETS, LANES and ROWS of the kernel.
-
-    Args:
-        D: head size.
-        group: query heads of a KV head.
-        tile: the wish: ``heads`` a simdgroup, ``parts`` of a group in a threadgroup, ``simdgroups`` of it,
-            ``lanes`` that share a row, and ``rows`` that a lane has at once.
-    """
-    unit = 8 if D % 64 == 0 else 4
-    lanes = tile["lanes"]
-    while D % (lanes * unit):
-        lanes //= 2
-    heads = tile["heads"]
-    while group % heads or heads > lanes or heads * D // lanes > MAX_ELEMENTS_PER_LANE:
-        heads //= 2
-    rows = tile["rows"]
-    while rows * heads > lanes or rows * D // lanes > MAX_ELEMENTS_PER_LANE:
-        rows //= 2
-    parts = tile["parts"]
-    while group % (heads * parts):
-        parts -= 1
-    sets = max(1, tile["simdgroups"] // parts)
-    return {"HEADS": heads, "PARTS": parts, "SETS": sets, "LANES": lanes, "ROWS": rows}
+def simdgroups(D: int, tile: Mapping[str, int]) -> int:
+    """Simdgroups of a threadgroup: the tile's, or as many as have whole tiles of 16 columns."""
+    count = tile["simdgroups"]
+    while D % (16 * count):
+        count -= 1
+    return count
 
 
-def blocks(capacity: int, Hk: int, group: int, D: int, tile: Mapping[str, int]) -> int:
+def blocks(capacity: int, Hk: int, group: int, dtype: mx.Dtype, tile: Mapping[str, int]) -> int:
     """Blocks of rows that each query head is split over.
 
     ``block_rows`` of the tile above zero is the fixed-block layout. At zero it is the general one: as many
-    blocks as make ``threadgroups`` threadgroups of all heads, but none without work for each simdgroup.
+    blocks as make ``threadgroups`` threadgroups of all heads, but none without rows in a full cache.
     """
     if tile["block_rows"]:
         return -(-capacity // tile["block_rows"])
-    fitted = layout(D, group, tile)
-    per_block = Hk * group // (fitted["HEADS"] * fitted["PARTS"])
-    most = -(-capacity // (fitted["SETS"] * fitted["ROWS"] * 32 // fitted["LANES"]))
-    return max(1, min(tile["threadgroups"] // per_block, most))
+    most = -(-capacity // (TILE_BYTES // dtype.size))
+    return max(1, min(tile["threadgroups"] // (Hk * -(-group // HEADS)), most))
 
 
 def _template(
@@ -89,52 +69,44 @@ def _template(
         "Hk": Hk,
         "GROUP": group,
         "D": D,
-        **layout(D, group, tile),
+        "SIMDGROUPS": simdgroups(D, tile),
         "BLOCK_ROWS": tile["block_rows"],
         # Only the last pass reads the gate; without it, layers with other offsets share the compiled kernel.
         "GATE_OFFSET": offset + D if final else 0,
         "GATE_STRIDE": 2 * D if final else 0,
-        "Q_IN_REGISTERS": bool(tile["q_in_registers"]),
         "FINAL": final,
     }
 
 
 def _threads(
-    Hk: int, group: int, count: int, fitted: Mapping[str, int]
+    Hk: int, group: int, D: int, count: int, tile: Mapping[str, int]
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Grid and threadgroup: x the simdgroups of each part of each KV head, y the blocks."""
-    threads = 32 * fitted["PARTS"] * fitted["SETS"]
-    return (threads * Hk * group // (fitted["HEADS"] * fitted["PARTS"]), count, 1), (threads, 1, 1)
+    """Grid and threadgroup: x the simdgroups of each 8 query heads of a KV head, y the blocks."""
+    threads = 32 * simdgroups(D, tile)
+    return (threads * Hk * -(-group // HEADS), count, 1), (threads, 1, 1)
 
 
 def _threadgroup_bytes(values: Mapping[str, Any]) -> int:
-    D, heads, simdgroups = values["D"], values["HEADS"], values["PARTS"] * values["SETS"]
-    fit = 4096 // (simdgroups * D)
-    merge_heads = heads if fit >= heads else 4 if fit >= 4 else 2 if fit >= 2 else 1
-    q, weights, stats = values["PARTS"] * heads * D, simdgroups * 32, simdgroups * heads * 2
-    return 4 * (q + weights + stats + simdgroups * merge_heads * D)
+    """As AttentionDecodeTile has it."""
+    size, D = values["KvT"].size, values["D"]
+    rows, unit = TILE_BYTES // size, 16 // size
+    splits = 2 if values["SIMDGROUPS"] >= rows // 8 else 1
+    left = 16 if size == 2 else 8
+    memory = size * ((left + rows) * (D + unit) + 16 * (rows + unit))
+    return memory + 4 * (splits * 16 * (rows + 8) + HEADS)
 
 
-_TILE = {
-    "heads": 8,
-    "parts": 1,
-    "simdgroups": 8,
-    "lanes": 32,
-    "rows": 4,
-    "block_rows": 0,
-    "threadgroups": 132,
-    "q_in_registers": 0,
-}
+_TILE = {"simdgroups": 4, "block_rows": 0, "threadgroups": 132}
 
 
 def _variant(
     q_dtype: mx.Dtype, dtype: mx.Dtype, Hk: int, group: int, D: int, capacity: int, **changes: int
 ) -> Variant:
     tile = {**_TILE, **changes}
-    count = blocks(capacity, Hk, group, D, tile)
+    count = blocks(capacity, Hk, group, dtype, tile)
     template = _template(q_dtype, dtype, Hk, group, D, 0, count == 1, tile)
-    grid, threadgroup = _threads(Hk, group, count, layout(D, group, tile))
-    return Variant(template, {"Hq": Hk * group, "capacity": capacity, "BLOCKS": count}, grid, threadgroup)
+    grid, threadgroup = _threads(Hk, group, D, count, tile)
+    return Variant(template, {"Hq": Hk * group, "capacity": capacity}, grid, threadgroup)
 
 
 KERNEL = declare(
@@ -144,11 +116,10 @@ KERNEL = declare(
             Buffer("q", "1 Hq 1 D", "QT"),
             Buffer("keys", "1 Hk capacity D", "KvT"),
             Buffer("values", "1 Hk capacity D", "KvT"),
-            Buffer("projected", "*", "KvT"),
             Buffer("position", "8", "int32"),
-            Buffer("sizes", "8", "int32"),
+            Buffer("projected", "*", "KvT", optional=True),
         ),
-        outputs=(Buffer("out", "*", "OutT"), Buffer("stats", "BLOCKS Hq 2", "float32")),
+        outputs=(Buffer("out", "*", "OutT"),),
         template=(
             "QT",
             "KvT",
@@ -156,29 +127,20 @@ KERNEL = declare(
             "Hk",
             "GROUP",
             "D",
-            "HEADS",
-            "PARTS",
-            "SETS",
-            "LANES",
-            "ROWS",
+            "SIMDGROUPS",
             "BLOCK_ROWS",
             "GATE_OFFSET",
             "GATE_STRIDE",
-            "Q_IN_REGISTERS",
             "FINAL",
         ),
         variants=(
             _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096),
-            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096, q_in_registers=1),
-            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096, heads=4, parts=2, rows=4),
-            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096, heads=4, parts=2, rows=8),
-            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096, heads=4, rows=8, q_in_registers=1),
-            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096, heads=4, lanes=16),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096, simdgroups=8),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 256, simdgroups=8, threadgroups=1),
             _variant(mx.float32, mx.float16, 2, 8, 256, 4096, block_rows=512),
-            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 256, heads=1, rows=8, threadgroups=1),
-            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 256, heads=2, simdgroups=16, threadgroups=1),
             _variant(mx.float32, mx.bfloat16, 2, 8, 128, 4096),
-            _variant(mx.float32, mx.bfloat16, 2, 8, 64, 4096),
+            _variant(mx.bfloat16, mx.bfloat16, 2, 16, 64, 4096),
+            _variant(mx.float32, mx.float32, 2, 8, 256, 128),
             _variant(mx.float32, mx.float32, 2, 6, 96, 128),
             _variant(mx.float16, mx.float16, 3, 5, 224, 128),
         ),
@@ -249,11 +211,6 @@ def attention_decode_reference(
     return (out * mx.sigmoid(gate.astype(mx.float32))).reshape(1, 1, -1)
 
 
-@lru_cache(maxsize=256)
-def _sizes(capacity: int) -> mx.array:
-    return mx.array([capacity, 0, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
-
-
 def attention_decode(
     q: mx.array,
     keys: mx.array,
@@ -271,7 +228,7 @@ def attention_decode(
     Args:
         q, keys, values, projected, position: see the module's table; :func:`supports` must answer None.
         offset: element of ``projected`` where the first head's query starts, D before its gate.
-        tile: see :func:`layout` and :func:`blocks`; by default from the tile table.
+        tile: see :func:`simdgroups` and :func:`blocks`; by default from the tile table.
         combine_tile: of ``attention_combine``; by default from its table.
         backend: ``metal``, ``cuda`` or ``host``; by default the one in use.
 
@@ -288,20 +245,21 @@ def attention_decode(
     if tile is None:
         chip = backends.chip(backend)
         tile = choose("attention_decode", chip, capacity=capacity, Hk=Hk, group=group, D=D)
-    count = blocks(capacity, Hk, group, D, tile)
+    count = blocks(capacity, Hk, group, keys.dtype, tile)
     final = count == 1
-    template = _template(q.dtype, keys.dtype, Hk, group, D, offset, final, tile)
-    grid, threadgroup = _threads(Hk, group, count, layout(D, group, tile))
-    out, stats = launch(
+    grid, threadgroup = _threads(Hk, group, D, count, tile)
+    (out,) = launch(
         KERNEL,
-        [q, keys, values, projected, position, _sizes(capacity)],
-        template=template,
+        [q, keys, values, position, projected if final else None],
+        template=_template(q.dtype, keys.dtype, Hk, group, D, offset, final, tile),
         grid=grid,
         threadgroup=threadgroup,
-        output_shapes=[(1, 1, Hq * D) if final else (count, Hq, D), (count, Hq, 2)],
-        output_dtypes=[keys.dtype if final else mx.float32, mx.float32],
+        output_shapes=[(1, 1, Hq * D) if final else (partials_size(count, Hq, D),)],
+        output_dtypes=[keys.dtype if final else mx.float32],
         backend=backend,
     )
     if final:
         return out
-    return attention_combine(out, stats, projected, offset=offset, tile=combine_tile, backend=backend)
+    return attention_combine(
+        out, projected, blocks=count, Hq=Hq, D=D, offset=offset, tile=combine_tile, backend=backend
+    )

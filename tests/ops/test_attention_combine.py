@@ -22,14 +22,20 @@ TILES = [
 ]
 
 
-def problem(blocks, Hq, D, dtype=mx.float32, seed=0) -> dict:
+def problem(blocks, Hq, D, dtype=mx.float32, stats=None, seed=0) -> dict:
+    """``stats``: m and l of each block and head, [blocks, Hq, 2]."""
     rng = np.random.default_rng(seed)
-    largest = rng.normal(size=(blocks, Hq)) * 10
-    totals = rng.uniform(1, 100, size=(blocks, Hq))
+    if stats is None:
+        totals = rng.uniform(1, 100, size=(blocks, Hq))
+        stats = np.stack([rng.normal(size=(blocks, Hq)) * 10, totals], axis=-1)
+    partial = rng.normal(size=(blocks, Hq, D)) * stats[..., 1:]
+    flat = np.concatenate([partial.ravel(), stats.swapaxes(0, 1).ravel()])
     return {
-        "partial": mx.array((rng.normal(size=(blocks, Hq, D)) * totals[..., None]).astype(np.float32)),
-        "stats": mx.array(np.stack([largest, totals], axis=-1).astype(np.float32)),
+        "partials": mx.array(flat.astype(np.float32)),
         "projected": mx.array(rng.normal(size=(1, 1, 2 * Hq * D)).astype(np.float32)).astype(dtype),
+        "blocks": blocks,
+        "Hq": Hq,
+        "D": D,
     }
 
 
@@ -77,21 +83,42 @@ def test_the_gate_inside_a_larger_buffer(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_reference_is_attention_over_the_blocks(backend):
+    """Softmax over all rows at once, from scores and values in float64."""
+    rng = np.random.default_rng(3)
+    scores, values = rng.normal(size=(5, 2, 7)) * 9, rng.normal(size=(5, 2, 7, 64))
+    m = scores.max(-1)
+    weights = 2 ** (scores - m[..., None])
+    stats = np.stack([m, weights.sum(-1)], axis=-1)
+    arguments = problem(5, 2, 64, stats=stats)
+    partial = (weights[..., None] * values).sum(2)
+    flat = np.concatenate([partial.ravel(), stats.swapaxes(0, 1).ravel()])
+    arguments["partials"] = mx.array(flat.astype(np.float32))
+    softmax = 2**scores / (2**scores).sum((0, 2), keepdims=True)
+    gate = np.array(arguments["projected"], dtype=np.float64).reshape(2, 2, 64)[:, 1]
+    want = (softmax[..., None] * values).sum((0, 2)) / (1 + np.exp(-gate))
+    want = mx.array(want.reshape(1, 1, -1).astype(np.float32))
+    assert_close("reference", op.attention_combine_reference(**arguments), want)
+    assert_close("out", op.attention_combine(**arguments, backend=backend), want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_blocks_without_rows_count_nothing(backend):
-    arguments = problem(5, 2, 64)
-    want = op.attention_combine(**arguments, tile=TILES[2], backend=backend)
-    empty = mx.broadcast_to(mx.array([-1e30, 0.0]), (3, 2, 2))
-    arguments["partial"] = mx.concatenate([arguments["partial"], mx.zeros((3, 2, 64))])
-    arguments["stats"] = mx.concatenate([arguments["stats"], empty])
-    assert mx.array_equal(op.attention_combine(**arguments, tile=TILES[2], backend=backend), want)
+    stats = np.stack([np.arange(16.0).reshape(8, 2), np.ones((8, 2))], axis=-1)
+    stats[5:] = [-1e30, 0.0]
+    arguments = problem(8, 2, 64, stats=stats)
+    fewer = problem(5, 2, 64, stats=stats[:5])
+    got, want = (op.attention_combine(**a, tile=TILES[2], backend=backend) for a in (arguments, fewer))
+    gate = arguments["projected"].reshape(2, 2, 64)[:, 1], fewer["projected"].reshape(2, 2, 64)[:, 1]
+    got, want = (x.reshape(2, 64) / mx.sigmoid(g) for x, g in zip((got, want), gate, strict=True))
+    assert_close("out", got, want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scores_far_apart(backend):
     """2^(m - M) underflows for one block and must not overflow for any."""
-    arguments = problem(3, 2, 64)
-    arguments["stats"] = mx.array([[[900.0, 1], [-900.0, 2]], [[-900.0, 1], [0, 1]], [[0, 1], [900.0, 1]]])
-    check(arguments, backend)
+    stats = np.array([[[900.0, 1], [-900.0, 2]], [[-900.0, 1], [0, 1]], [[0, 1], [900.0, 1]]])
+    check(problem(3, 2, 64, stats=stats), backend)
 
 
 def test_no_schedule_changes_a_bit():
@@ -110,9 +137,9 @@ def test_the_text_for_apple_silicon_runs_on_the_host(monkeypatch):
     ("change", "reason"),
     [
         ({}, None),
-        ({"partial": mx.zeros((4, 3, 80))}, "D a multiple of 32"),
-        ({"partial": mx.zeros((4, 3, 64), mx.float16)}, "must be float32"),
-        ({"stats": mx.zeros((4, 2, 2))}, "stats has shape"),
+        ({"D": 80}, "D a multiple of 32"),
+        ({"partials": mx.zeros((792,), mx.float16)}, "not float32 (792,)"),
+        ({"blocks": 5}, "not float32 (990,)"),
         ({"projected": mx.zeros((384,), mx.int32)}, "projected is mlx.core.int32"),
         ({"offset": 1}, "projected has 384 elements; needs 384 from 1"),
     ],

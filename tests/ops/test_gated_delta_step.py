@@ -219,6 +219,30 @@ def test_three_steps_of_stocks_layer(backend):
         assert mx.array_equal(conv_state, cache[0])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+def test_errors_do_not_grow_over_five_turns(backend, dtype):
+    """A kernel that is wrong only in what it leaves behind is right for a turn and wrong in the next."""
+    shape = (1, 2, 32, 32)
+    first = {**parts(shape, dtype), "A_log": mx.array([-5.0, -3.0])}  # what was seen stays in the state
+    carried = [first["conv_state"], first["state"]]
+    exact = list(carried)
+    errors = []
+    with host_options(check=False):
+        for token in range(5 * 8):
+            new = {**first, **{name: parts(shape, dtype, seed=token)[name] for name in PARTS}}
+            new["conv_state"], new["state"] = carried
+            y, *carried = op.gated_delta_step(**packed(new), backend=backend)
+            new["conv_state"], new["state"] = exact
+            want, *exact = op.gated_delta_step_reference(**packed(new))
+            assert_close("y", y, want, 2e-5)
+            assert mx.array_equal(carried[0], exact[0])
+            errors.append(float(mx.abs(carried[1] - exact[1]).max() / mx.abs(exact[1]).max()))
+    turns = np.array(errors).reshape(5, 8).max(1)
+    assert turns.max() < 1e-6
+    assert turns[-1] < 4 * turns[0]
+
+
 def test_the_reference_against_stocks_ops():
     """The gates and norms of the reference are stock's, also where silu and rms_norm are MLX's own."""
     arguments = parts(SMALL)
