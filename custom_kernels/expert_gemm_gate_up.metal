@@ -13,7 +13,7 @@
 // Who owns what: a threadgroup owns a block of rows and SIMDGROUPS * COLS columns of h, a simdgroup COLS of them, with
 // the gate's and the up projection's columns in the same lanes. See common/tile_product.h.
 //
-// Limits: K a multiple of 64 and of GROUP; M of 16; COLS <= M. Sums are fp32; h is rounded once.
+// Limits: K a multiple of STEP and of GROUP; M of 16; COLS <= M. Sums are fp32; h is rounded once.
 //
 // Why this order: the threadgroups of one block follow each other, so its rows of x are read from memory once; an
 // expert's weights are read once for every block it has.
@@ -21,47 +21,36 @@
 #include "common/tile_product.h"
 
 template <
-    typename InT, typename ScaleT, int K, int M, int E, int TOP_K, int GROUP, int BITS, int ROWS, int COLS, int SIMDGROUPS>
+    typename InT, typename ScaleT, int K, int M, int TOP_K, int GROUP, int BITS, int COLS, int STEP, int SIMDGROUPS>
 struct ExpertGemmGateUp {
-  using Product = lily_tile_product<InT, ScaleT, 2, ROWS, COLS, K, BITS, GROUP, SIMDGROUPS>;
   using Matrix = lily_packed_rows_at<ScaleT>;
   enum : int { COLUMN_BLOCKS = (M + COLS * SIMDGROUPS - 1) / (COLS * SIMDGROUPS) };
 
   LILY_DEVICE const InT* x;
-  LILY_DEVICE const i32* rows;
-  LILY_DEVICE const i32* blocks;
-  LILY_DEVICE InT* h;
+  LILY_DEVICE const i32* rows;  // of the block
+  LILY_DEVICE InT* h;           // of the block
   LILY_THREADGROUP InT* memory;
-  uint thread_index;
-  uint simdgroup;
-  uint lane;
+  int block_rows;
+  int owned;   // the simdgroup's first column, unless that is too close to M
+  int column;  // its first column
+  Matrix gate;
+  Matrix up;
+  int thread_index;
+  u32 lane;
 
-  static LILY_INLINE Matrix select(bool first, Matrix a, Matrix b) {
-    return {first ? a.words : b.words, first ? a.scales : b.scales, first ? a.biases : b.biases};
-  }
-
-  LILY_INLINE void run(Matrix gate, Matrix up, Matrix shared_gate, Matrix shared_up, int block, int column_block) {
-    const int expert = blocks[block * 4];
-    const int first_row = blocks[block * 4 + 1];
-    const int block_rows = blocks[block * 4 + 2];
-    // The last columns are moved up to end with M; what they share with those before is written once.
-    const int owned = (column_block * SIMDGROUPS + int(simdgroup)) * COLS;
-    const int column = lily_min(owned, M - COLS);
-    const bool is_shared = expert == E;
-    const i64 row = is_shared ? i64(column) : i64(expert) * M + column;
-    const Matrix matrices[2] = {
-        lily_rows_from<K, BITS, GROUP>(select(is_shared, shared_gate, gate), row),
-        lily_rows_from<K, BITS, GROUP>(select(is_shared, shared_up, up), row)};
-
+  template <int USED>
+  LILY_INLINE void run() const {
+    using Product = lily_tile_product<InT, ScaleT, 2, USED, COLS, K, BITS, GROUP, STEP, SIMDGROUPS>;
+    const Matrix matrices[2] = {gate, up};
     Product product;
     product.memory = memory;
-    product.thread_index = int(thread_index);
+    product.thread_index = thread_index;
     product.lane = lane;
     u32 starts[Product::LOADS];
     LILY_UNROLL
     for (int i = 0; i < Product::LOADS; ++i) {
       const int own = lily_min(product.row_of_load(i), block_rows - 1);
-      starts[i] = u32(rows[first_row + own] / (TOP_K + 1)) * u32(K / 8);
+      starts[i] = u32(rows[own] / (TOP_K + 1)) * u32(K / 8);
     }
     product.run(x, starts, block_rows, matrices, COLS);
 
@@ -76,24 +65,39 @@ struct ExpertGemmGateUp {
           const f32 g = product.tiles[0].values[i + j];
           values[j] = g / (1.0f + lily_exp(-g)) * product.tiles[1].values[i + j];
         }
-        lily_store(h + i64(first_row + tile_row) * M + tile_col, lily_pack<InT, 2>(values));
+        lily_store(h + tile_row * M + tile_col, lily_pack<InT, 2>(values));
       }
     }
+  }
+
+  static LILY_INLINE Matrix select(bool first, Matrix a, Matrix b) {
+    return {first ? a.words : b.words, first ? a.scales : b.scales, first ? a.biases : b.biases};
   }
 };
 
 // ---- body ----
-using Op = ExpertGemmGateUp<InT, ScaleT, K, M, E, TOP_K, GROUP, BITS, ROWS, COLS, SIMDGROUPS>;
-using Memory = lily_product_buffers<InT, ROWS>;
+using Op = ExpertGemmGateUp<InT, ScaleT, K, M, TOP_K, GROUP, BITS, COLS, STEP, SIMDGROUPS>;
+using Matrix = lily_packed_rows_at<ScaleT>;
+using Memory = lily_product_buffers<InT, ROWS, STEP>;
 LILY_THREADGROUP_ARRAY(InT, memory, Memory::TOTAL);
 const int block = int(threadgroup_position_in_grid.x) / int(Op::COLUMN_BLOCKS);
 if (block < count[0]) {
-  Op op = {
-      x, rows, blocks, h, memory, thread_index_in_threadgroup, simdgroup_index_in_threadgroup,
-      thread_index_in_simdgroup};
-  op.run(
-      {gate_weight, gate_scales, gate_biases}, {up_weight, up_scales, up_biases},
-      {shared_gate_weight, shared_gate_scales, shared_gate_biases},
-      {shared_up_weight, shared_up_scales, shared_up_biases}, block,
-      int(threadgroup_position_in_grid.x) % int(Op::COLUMN_BLOCKS));
+  const int expert = blocks[block * 4];
+  const int first_row = blocks[block * 4 + 1];
+  const int block_rows = blocks[block * 4 + 2];
+  const bool is_shared = expert == E;
+  // The last columns are moved up to end with M; what they share with those before is written once.
+  const int column_block = int(threadgroup_position_in_grid.x) % int(Op::COLUMN_BLOCKS);
+  const int owned = (column_block * SIMDGROUPS + int(simdgroup_index_in_threadgroup)) * COLS;
+  const int column = lily_min(owned, M - COLS);
+  const i64 row = is_shared ? i64(column) : i64(expert) * M + column;
+  const Matrix gate = Op::select(
+      is_shared, {shared_gate_weight, shared_gate_scales, shared_gate_biases}, {gate_weight, gate_scales, gate_biases});
+  const Matrix up = Op::select(
+      is_shared, {shared_up_weight, shared_up_scales, shared_up_biases}, {up_weight, up_scales, up_biases});
+  const Op op = {
+      x, rows + first_row, h + i64(first_row) * M, memory, block_rows, owned, column,
+      lily_rows_from<K, BITS, GROUP>(gate, row), lily_rows_from<K, BITS, GROUP>(up, row),
+      int(thread_index_in_threadgroup), thread_index_in_simdgroup};
+  lily_for_rows<ROWS>(op, block_rows);
 }

@@ -3,18 +3,20 @@
 // A [ROWS, K] is gathered row by row from device memory; B are COUNT matrices of 4- or 8-bit numbers, of which every
 // simdgroup takes COLS rows (columns of C) for itself.
 //
-// Who owns what: A's tile of 64 columns lies in threadgroup memory, read by every simdgroup. A simdgroup has all ROWS
+// Who owns what: A's tile of STEP columns lies in threadgroup memory, read by every simdgroup. A simdgroup has all ROWS
 // rows of its columns of C, so each number of B is loaded by one simdgroup and expanded once, in its registers: the
-// expanded matrix exists in no memory at all. While a step of 64 columns is multiplied, the next one's
+// expanded matrix exists in no memory at all. While a step is multiplied, the next one's
 // numbers are under way to registers; with two buffers a step costs one barrier.
 //
-// Limits: K a multiple of 64 and of GROUP; ROWS and COLS multiples of 16; COUNT * ROWS * COLS / 32 values a lane.
+// A block that is not full should not pay for rows it lacks: lily_for_rows picks among four sizes of the same code.
+//
+// Limits: STEP 64 or 128, K a multiple of STEP and of GROUP; ROWS and COLS multiples of 16; COUNT * ROWS * COLS / 32 values a lane.
 
-template <typename T, int ROWS>
+template <typename T, int ROWS, int STEP>
 struct lily_product_buffers {
   // Two if they fit into Metal's 32 KB of threadgroup memory.
   enum : int {
-    ELEMENTS = ROWS * 64,
+    ELEMENTS = ROWS * STEP,
     COUNT = 2 * int(ELEMENTS) * int(sizeof(T)) <= 32768 ? 2 : 1,
     TOTAL = int(ELEMENTS) * int(COUNT)
   };
@@ -34,17 +36,18 @@ LILY_INLINE lily_packed_rows_at<ScaleT> lily_rows_from(lily_packed_rows_at<Scale
       matrix.words + row * (K / 32 * BITS), matrix.scales + row * (K / GROUP), matrix.biases + row * (K / GROUP)};
 }
 
-template <typename T, typename ScaleT, int COUNT, int ROWS, int COLS, int K, int BITS, int GROUP, int SIMDGROUPS>
+template <typename T, typename ScaleT, int COUNT, int ROWS, int COLS, int K, int BITS, int GROUP, int STEP, int SIMDGROUPS>
 struct lily_tile_product {
-  static_assert(K % 64 == 0 && K % GROUP == 0, "K is a multiple of 64 and of the group size");
-  using Buffers = lily_product_buffers<T, ROWS>;
+  static_assert(K % STEP == 0 && K % GROUP == 0, "K is a multiple of the step and of the group size");
+  using Buffers = lily_product_buffers<T, ROWS, STEP>;
   using Tile = lily_tile<T, ROWS, COLS>;
-  using Right = lily_packed_right<T, ScaleT, COLS, BITS, GROUP>;
+  using Right = lily_packed_right<T, ScaleT, COLS, BITS, GROUP, STEP>;
   enum : int {
     THREADS = 32 * SIMDGROUPS,
-    CHUNKS = ROWS * 8,  // of 8 values, in a tile of A
+    ROW_CHUNKS = STEP / 8,  // of 8 values, in a row of A's tile
+    CHUNKS = ROWS * int(ROW_CHUNKS),
     LOADS = (int(CHUNKS) + int(THREADS) - 1) / int(THREADS),
-    ROWS_APART = int(THREADS) / 8
+    ROWS_APART = int(THREADS) / int(ROW_CHUNKS)
   };
 
   LILY_THREADGROUP T* memory;  // [Buffers::TOTAL]
@@ -55,16 +58,15 @@ struct lily_tile_product {
   // Of A's rows, `rows` are there; row r starts at a + 8 * starts[i], where i counts the rows of this thread. Rows of
   // the matrices from `cols` on repeat the last.
   LILY_INLINE int row_of_load(int i) const {
-    return thread_index / 8 + i * ROWS_APART;
+    return thread_index / ROW_CHUNKS + i * ROWS_APART;
   }
 
   LILY_INLINE void fetch(
-      LILY_DEVICE const T* a, LILY_THREAD const u32* starts, int column, int rows,
-      LILY_THREAD lily_vec<T, 8>* staged) {
+      LILY_DEVICE const T* a, LILY_THREAD const u32* starts, int rows, LILY_THREAD lily_vec<T, 8>* staged) {
     LILY_UNROLL
     for (int i = 0; i < LOADS; ++i) {
       if (row_of_load(i) < rows) {
-        staged[i] = lily_load<8>(a + i64(starts[i]) * 8 + (column + thread_index % 8 * 8));
+        staged[i] = lily_load<8>(a + i64(starts[i]) * 8);
       }
     }
   }
@@ -73,7 +75,7 @@ struct lily_tile_product {
     LILY_UNROLL
     for (int i = 0; i < LOADS; ++i) {
       if (row_of_load(i) < rows) {
-        lily_packed_left<T>::put(buffer, row_of_load(i), thread_index % 8, staged[i]);
+        lily_packed_left<T, STEP>::put(buffer, row_of_load(i), thread_index % ROW_CHUNKS, staged[i]);
       }
     }
   }
@@ -83,7 +85,8 @@ struct lily_tile_product {
       LILY_THREAD const lily_packed_rows_at<ScaleT>* matrices, int cols) {
     lily_vec<T, 8> staged[LOADS];
     Right right[COUNT];
-    fetch(a, starts, 0, rows, staged);
+    a += thread_index % ROW_CHUNKS * 8;
+    fetch(a, starts, rows, staged);
     LILY_UNROLL
     for (int t = 0; t < COUNT; ++t) {
       right[t].load(matrices[t].words, matrices[t].scales, matrices[t].biases, K, 0, cols, lane);
@@ -93,17 +96,19 @@ struct lily_tile_product {
     lily_threadgroup_barrier();
     int current = 0;
     LILY_NO_UNROLL
-    for (int column = 0; column < K; column += 64) {
+    for (int column = 0; column < K; column += STEP) {
       Right next[COUNT];
-      const bool is_last = column + 64 == K;
+      const bool is_last = column + STEP == K;
       if (!is_last) {
-        fetch(a, starts, column + 64, rows, staged);
+        a += STEP;
+        fetch(a, starts, rows, staged);
         LILY_UNROLL
         for (int t = 0; t < COUNT; ++t) {
-          next[t].load(matrices[t].words, matrices[t].scales, matrices[t].biases, K, column + 64, cols, lane);
+          next[t] = right[t];
+          next[t].load(matrices[t].words, matrices[t].scales, matrices[t].biases, K, column + STEP, cols, lane);
         }
       }
-      lily_multiply_packed<COUNT>(tiles, memory + current, right, rows, lane);
+      lily_multiply_packed<COUNT>(tiles, memory + current, right, lane);
       if (!is_last) {
         if (Buffers::COUNT == 1) {
           lily_threadgroup_barrier();
@@ -120,3 +125,23 @@ struct lily_tile_product {
     }
   }
 };
+
+// op.run<USED>() for the smallest USED >= rows of ROWS / 4, ROWS / 2, 3 * ROWS / 4 and ROWS that is a multiple of 16.
+// rows is the same for a whole threadgroup.
+template <int ROWS, typename Op>
+LILY_INLINE void lily_for_rows(LILY_THREAD const Op& op, int rows) {
+  enum : int { STEP = ROWS >= 64 ? ROWS / 4 : 16 };
+  if (rows <= STEP) {
+    op.template run<STEP>();
+  } else if constexpr (ROWS > STEP) {
+    if (ROWS == 2 * STEP || rows <= 2 * STEP) {
+      op.template run<2 * STEP>();
+    } else if constexpr (ROWS > 2 * STEP) {
+      if (rows <= 3 * STEP) {
+        op.template run<3 * STEP>();
+      } else {
+        op.template run<4 * STEP>();
+      }
+    }
+  }
+}

@@ -529,23 +529,41 @@ struct lily_tile {
 // ---- tile products with quantised matrices -----------------------------------------------------------
 // Meanings are those of prelude/host.h.
 //
-// 16-bit A: rows of 128 bytes whose eight 16-byte chunks are permuted by the row, so that neither writing rows nor
-// reading columns of chunks meets a bank twice. Values of a chunk lie in the order 0 4 1 5 2 6 3 7, in which a
-// word's 4-bit numbers come apart two at a time; the order of k does not matter to a sum over k.
-template <typename T>
+// 16-bit operands. A lane holds STEP / 4 neighbouring numbers of a row of B, so an mma.sync of 16 columns takes two
+// pairs of each of four lanes: not neighbouring columns, but a sum over k has no order. A's tile is laid out to match:
+// of a row, chunk q of 16 bytes holds pair q of all four, the pairs being 0 4, 1 5, 2 6, 3 7 and the same plus
+// multiples of 8, in which a word's 4-bit numbers come apart two at a time. Chunks are permuted by the row, so that
+// neither put() nor ldmatrix meets a bank twice.
+template <typename T, int STEP>
 struct lily_packed_left {
   static LILY_INLINE void put(T* a, int row, int chunk, lily_vec<T, 8> values) {
     if constexpr (sizeof(T) == 2) {
       const uint4 v = values.parts[0];
-      values.parts[0] = make_uint4(
+      const u32 pairs[4] = {
           __byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
-          __byte_perm(v.y, v.w, 0x7632));
-      lily_store(a + row * 64 + (chunk ^ (row & 7)) * 8, values);
+          __byte_perm(v.y, v.w, 0x7632)};
+      constexpr int words_per_lane = STEP / 32;
+      u32* words = reinterpret_cast<u32*>(a + row * STEP) + chunk / words_per_lane;
+      LILY_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        words[detail_chunk(chunk % words_per_lane * 4 + i, row) * 4] = pairs[i];
+      }
     } else {
-      lily_store(a + row * 64 + chunk * 8, values);
+      lily_store(a + row * STEP + chunk * 8, values);
     }
   }
+
+  static LILY_INLINE int detail_chunk(int chunk, int row) {
+    return chunk ^ (row % 8) ^ (chunk / 8 * 2);
+  }
 };
+
+// x & mask | value in one instruction, which the compiler does not make of two constants.
+LILY_INLINE u32 lily_detail_and_or(u32 x, u32 mask, u32 value) {
+  u32 result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(value));
+  return result;
+}
 
 template <typename T>
 struct lily_detail_pair;
@@ -569,58 +587,88 @@ struct lily_detail_same<A, A> {
   enum : bool { VALUE = true };
 };
 
-// Lane l holds, of each fragment of 8 rows, row l / 4 and of it the columns 16 * (l % 4) to 16 * (l % 4) + 15.
-template <typename T, typename ScaleT, int N, int BITS, int GROUP>
+// Lane l holds, of each fragment of 8 rows, row l / 4 and of it STEP / 4 columns from STEP / 4 * (l % 4) on. Scales and
+// biases come for four groups at a time, one in each of the row's four lanes: loads that touch many rows are
+// what the multiprocessor's memory pipe has least time for.
+template <typename T, typename ScaleT, int N, int BITS, int GROUP, int STEP>
 struct lily_packed_right {
   static_assert(N % 16 == 0 && (BITS == 4 || BITS == 8) && GROUP % 32 == 0, "N % 16, 4 or 8 bits, groups of 32 i");
-  enum : int { FRAGMENTS = N / 8, WORDS = BITS / 2 };
+  static_assert(STEP == 64 || STEP == 128, "64 or 128 columns");
+  enum : int { FRAGMENTS = N / 8, WORDS = BITS * STEP / 128, FACTOR_WORDS = int(sizeof(ScaleT)) / 2 };
   lily_vec<u32, WORDS> words[FRAGMENTS];
-  ScaleT scales[FRAGMENTS];
-  ScaleT biases[FRAGMENTS];
+  u32 factors[FRAGMENTS][FACTOR_WORDS];  // scale and bias of one of four groups
+  u32 factors_lane;                      // which lane has those of this lane's columns
 
   LILY_INLINE void load(
       const u32* first_words, const ScaleT* first_scales, const ScaleT* first_biases, int row_columns,
       int first_column, int row_count, u32 lane) {
-    const int own_column = first_column + int(lane % 4) * 16;
+    // What changes from step to step is the same in all lanes, so addresses are sums of one and the other.
+    const int own = int(lane % 4);
+    const u32* words_at = first_words + first_column / (32 / BITS);
     LILY_UNROLL
     for (int f = 0; f < FRAGMENTS; ++f) {
       const int row = lily_min(f * 8 + int(lane / 4), row_count - 1);
-      words[f] = lily_load<WORDS>(first_words + (row * row_columns + own_column) / (32 / BITS));
-      const int group = row * (row_columns / GROUP) + own_column / GROUP;
-      scales[f] = first_scales[group];
-      biases[f] = first_biases[group];
+      words[f] = lily_load<WORDS>(words_at + (row * (row_columns / (32 / BITS)) + own * WORDS));
+    }
+    if (first_column % (4 * GROUP) == 0) {
+      const int groups = row_columns / GROUP;
+      const int group = lily_min(first_column / GROUP + own, groups - 1);
+      LILY_UNROLL
+      for (int f = 0; f < FRAGMENTS; ++f) {
+        const int row = lily_min(f * 8 + int(lane / 4), row_count - 1);
+        detail_set_factors(f, (first_scales + group)[row * groups], (first_biases + group)[row * groups]);
+      }
+    }
+    factors_lane = lane / 4 * 4 + u32(first_column + own * (STEP / 4)) / GROUP % 4;
+  }
+
+  LILY_INLINE void detail_set_factors(int f, ScaleT scale, ScaleT bias) {
+    if constexpr (sizeof(ScaleT) == 2) {
+      factors[f][0] = u32(*reinterpret_cast<const ushort*>(&scale)) | u32(*reinterpret_cast<const ushort*>(&bias)) << 16;
+    } else {
+      factors[f][0] = lily_bits_from_f32(lily_to_f32(scale));
+      factors[f][1] = lily_bits_from_f32(lily_to_f32(bias));
     }
   }
 
-  // The numbers of the lane's columns 8 * half to 8 * half + 7 in fragment f, in pairs of T: 0 4, 1 5, 2 6, 3 7.
-  LILY_INLINE void detail_expand(int f, int half, u32* pairs) const {
-    if constexpr (BITS == 4 && sizeof(ScaleT) == 2 && lily_detail_same<T, ScaleT>::VALUE) {
+  // This lane's numbers 8 * part to 8 * part + 7 in fragment f, in pairs of T: 0 4, 1 5, 2 6, 3 7. own_factors: those
+  // of fragment f that belong to them.
+  LILY_INLINE void detail_expand(int f, int part, const u32* own_factors, u32* pairs) const {
+    if constexpr (BITS == 4 && lily_detail_same<T, ScaleT>::VALUE) {
       using pair = typename lily_detail_pair<T>::type;
-      const u32 word = lily_word(words[f], half);
+      const u32 word = lily_word(words[f], part);
       const u32 magic = lily_detail_pair<T>::MAGIC;
-      const pair start = *reinterpret_cast<const pair*>(&magic);
-      const pair scale = {scales[f], scales[f]};
-      const pair bias = {biases[f], biases[f]};
+      const u32 scales = __byte_perm(own_factors[0], 0, 0x1010);
+      const u32 biases = __byte_perm(own_factors[0], 0, 0x3232);
       LILY_UNROLL
       for (int i = 0; i < 4; ++i) {
-        const u32 bits = ((word >> (4 * i)) & 0x000f000fu) | magic;
-        // Both steps round as the formula does: the difference is exact.
-        const pair numbers = __hfma2(__hsub2(*reinterpret_cast<const pair*>(&bits), start), scale, bias);
+        const u32 bits = lily_detail_and_or(word >> (4 * i), 0x000f000fu, magic);
+        // The difference is exact, so that each number is rounded once.
+        const pair numbers = __hfma2(
+            __hsub2(*reinterpret_cast<const pair*>(&bits), *reinterpret_cast<const pair*>(&magic)),
+            *reinterpret_cast<const pair*>(&scales), *reinterpret_cast<const pair*>(&biases));
         pairs[i] = *reinterpret_cast<const u32*>(&numbers);
       }
     } else {
-      const f32 scale = lily_to_f32(scales[f]);
-      const f32 bias = lily_to_f32(biases[f]);
+      f32 scale;
+      f32 bias;
+      if constexpr (sizeof(ScaleT) == 2) {
+        scale = lily_unpack2_low<ScaleT>(own_factors[0]);
+        bias = lily_unpack2_high<ScaleT>(own_factors[0]);
+      } else {
+        scale = lily_f32_from_bits(own_factors[0]);
+        bias = lily_f32_from_bits(own_factors[1]);
+      }
       LILY_UNROLL
       for (int i = 0; i < 4; ++i) {
         f32 low;
         f32 high;
         if constexpr (BITS == 4) {
-          low = lily_nibble_f32(lily_word(words[f], half), i);
-          high = lily_nibble_f32(lily_word(words[f], half), i + 4);
+          low = lily_nibble_f32(lily_word(words[f], part), i);
+          high = lily_nibble_f32(lily_word(words[f], part), i + 4);
         } else {
-          low = lily_byte_f32(lily_word(words[f], 2 * half), i);
-          high = lily_byte_f32(lily_word(words[f], 2 * half + 1), i);
+          low = lily_byte_f32(lily_word(words[f], 2 * part), i);
+          high = lily_byte_f32(lily_word(words[f], 2 * part + 1), i);
         }
         pairs[i] = lily_pack2<T>(lily_fma(low, scale, bias), lily_fma(high, scale, bias));
       }
@@ -629,8 +677,8 @@ struct lily_packed_right {
 };
 
 // fp32 has no tensor cores here: the matrix stays in memory.
-template <typename ScaleT, int N, int BITS, int GROUP>
-struct lily_packed_right<f32, ScaleT, N, BITS, GROUP> {
+template <typename ScaleT, int N, int BITS, int GROUP, int STEP>
+struct lily_packed_right<f32, ScaleT, N, BITS, GROUP, STEP> {
   const u32* weights;
   const ScaleT* scales;
   const ScaleT* biases;
@@ -659,52 +707,62 @@ struct lily_packed_right<f32, ScaleT, N, BITS, GROUP> {
   }
 };
 
-template <int COUNT, typename T, typename ScaleT, int M, int N, int BITS, int GROUP>
+template <int COUNT, typename T, typename ScaleT, int M, int N, int BITS, int GROUP, int STEP>
 LILY_INLINE void lily_multiply_packed(
-    lily_tile<T, M, N>* c, const T* a, const lily_packed_right<T, ScaleT, N, BITS, GROUP>* b, int rows, u32 lane) {
+    lily_tile<T, M, N>* c, const T* a, const lily_packed_right<T, ScaleT, N, BITS, GROUP, STEP>* b, u32 lane) {
   if constexpr (sizeof(T) == 2) {
+    using Left = lily_packed_left<T, STEP>;
+    using Right = lily_packed_right<T, ScaleT, N, BITS, GROUP, STEP>;
     enum : int { ROW_FRAGMENTS = M / 16, COL_FRAGMENTS = N / 8 };
-    const int row = int(lane / 4);
+    u32 factors[COUNT][COL_FRAGMENTS][Right::FACTOR_WORDS];
     LILY_UNROLL
-    for (int half = 0; half < 2; ++half) {
+    for (int t = 0; t < COUNT; ++t) {
+      LILY_UNROLL
+      for (int f = 0; f < COL_FRAGMENTS; ++f) {
+        LILY_UNROLL
+        for (int i = 0; i < Right::FACTOR_WORDS; ++i) {
+          factors[t][f][i] = lily_shuffle(b[t].factors[f][i], b[t].factors_lane);
+        }
+      }
+    }
+    // Matrices 0 to 3: (rows 0-7, chunk q), (rows 8-15, q), (rows 0-7, q + 1), (rows 8-15, q + 1).
+    const T* rows = a + int(lane % 16) * STEP;
+    LILY_UNROLL
+    for (int part = 0; part < STEP / 32; ++part) {
       u32 b_words[COUNT][COL_FRAGMENTS][4];
       LILY_UNROLL
       for (int t = 0; t < COUNT; ++t) {
         LILY_UNROLL
         for (int f = 0; f < COL_FRAGMENTS; ++f) {
-          b[t].detail_expand(f, half, b_words[t][f]);
+          b[t].detail_expand(f, part, factors[t][f], b_words[t][f]);
         }
       }
-      const T* chunk = a + row * 64 + ((int(lane % 4) * 2 + half) ^ row) * 8;
       LILY_UNROLL
-      for (int i = 0; i < ROW_FRAGMENTS; ++i) {
-        const uint4 low = lily_load<8>(chunk + i * 16 * 64).parts[0];
-        const uint4 high = lily_load<8>(chunk + (i * 16 + 8) * 64).parts[0];
-        const u32 a_words[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
-        if (i * 16 < rows) {
+      for (int q = 0; q < 4; q += 2) {
+        const T* chunk = rows + (int(lane / 16) ^ Left::detail_chunk(part * 4 + q, int(lane % 8))) * 8;
+        LILY_UNROLL
+        for (int i = 0; i < ROW_FRAGMENTS; ++i) {
+          u32 a_words[4];
+          lily_detail_ldmatrix(a_words, chunk + i * 16 * STEP);
           LILY_UNROLL
-          for (int step = 0; step < 2; ++step) {
+          for (int t = 0; t < COUNT; ++t) {
             LILY_UNROLL
-            for (int t = 0; t < COUNT; ++t) {
-              LILY_UNROLL
-              for (int f = 0; f < COL_FRAGMENTS; ++f) {
-                lily_detail_mma(
-                    c[t].values + (i * COL_FRAGMENTS + f) * 4, a_words[step], b_words[t][f] + step * 2, T());
-              }
+            for (int f = 0; f < COL_FRAGMENTS; ++f) {
+              lily_detail_mma(c[t].values + (i * COL_FRAGMENTS + f) * 4, a_words, b_words[t][f] + q, T());
             }
           }
         }
       }
     }
   } else {
-    for (int k = 0; k < 64; ++k) {
+    for (int k = 0; k < STEP; ++k) {
       LILY_UNROLL
       for (int t = 0; t < COUNT; ++t) {
         LILY_UNROLL
         for (int i = 0; i < lily_tile<T, M, N>::ELEMENTS; ++i) {
           const int row = lily_tile<T, M, N>::row(i, lane);
           const int col = lily_tile<T, M, N>::col(i, lane);
-          c[t].values[i] = lily_fma(a[row * 64 + k], b[t].detail_number(col, k), c[t].values[i]);
+          c[t].values[i] = lily_fma(a[row * STEP + k], b[t].detail_number(col, k), c[t].values[i]);
         }
       }
     }

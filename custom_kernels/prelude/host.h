@@ -61,22 +61,23 @@ struct lily_tile {
 };
 
 // ---- tile products with quantised matrices -----------------------------------------------------------
-// The left operand A [M, 64] of type T in threadgroup memory, 16-byte aligned, M * 64 elements. How they lie there is the
+// The left operand A [M, STEP] of type T in threadgroup memory, 16-byte aligned, M * STEP elements; STEP is 64 or 128. How they lie there is the
 // back-end's choice: put() writes the 8 values of columns 8 * chunk to 8 * chunk + 7.
-template <typename T>
+template <typename T, int STEP>
 struct lily_packed_left {
   static LILY_INLINE void put(threadgroup T* a, int row, int chunk, lily_vec<T, 8> values) {
-    lily_store(a + row * 64 + chunk * 8, values);
+    lily_store(a + row * STEP + chunk * 8, values);
   }
 };
 
-// The right operand B [N, 64], columns first_column to first_column + 63 of N rows of a matrix quantised as MLX does
+// The right operand B [N, STEP], columns first_column to first_column + STEP - 1 of N rows of a matrix quantised as MLX does
 // (w = scale * q + bias, numbers from the low bits of a word on), expanded in registers. Each number is
 // rounded to T once.
 //
 // load() takes the addresses of the first row and asks for what the simdgroup needs; rows from row_count on, which
-// is at least 1, repeat the last. row_columns, of a row, and first_column are multiples of 64.
-template <typename T, typename ScaleT, int N, int BITS, int GROUP>
+// is at least 1, repeat the last. row_columns, of a row, and first_column are multiples of STEP. It keeps some of
+// what it loaded before: first_column goes up from 0, a STEP at a time, and a copy may go on from there.
+template <typename T, typename ScaleT, int N, int BITS, int GROUP, int STEP>
 struct lily_packed_right {
   const device u32* weights;
   const device ScaleT* scales;
@@ -106,18 +107,17 @@ struct lily_packed_right {
   }
 };
 
-// COUNT products with one A: c[t] += A b[t]^T. Only the first `rows` rows of c are sure to be computed, and only
-// those of A must have been put.
-template <int COUNT, typename T, typename ScaleT, int M, int N, int BITS, int GROUP>
+// COUNT products with one A: c[t] += A b[t]^T. A row of A that was not put spoils its row of c alone.
+template <int COUNT, typename T, typename ScaleT, int M, int N, int BITS, int GROUP, int STEP>
 LILY_INLINE void lily_multiply_packed(
     thread lily_tile<T, M, N>* c, const threadgroup T* a,
-    const thread lily_packed_right<T, ScaleT, N, BITS, GROUP>* b, int rows, u32 lane) {
+    const thread lily_packed_right<T, ScaleT, N, BITS, GROUP, STEP>* b, u32 lane) {
   for (int t = 0; t < COUNT; ++t) {
     for (int i = 0; i < lily_tile<T, M, N>::ELEMENTS; ++i) {
       const int row = lily_tile<T, M, N>::row(i, lane);
       const int col = lily_tile<T, M, N>::col(i, lane);
-      for (int k = 0; k < 64 && row < rows; ++k) {
-        c[t].values[i] = lily_fma(lily_to_f32(a[row * 64 + k]), b[t].detail_number(col, k), c[t].values[i]);
+      for (int k = 0; k < STEP; ++k) {
+        c[t].values[i] = lily_fma(lily_to_f32(a[row * STEP + k]), b[t].detail_number(col, k), c[t].values[i]);
       }
     }
   }

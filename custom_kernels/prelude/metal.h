@@ -94,19 +94,20 @@ struct lily_tile {
 
 // ---- tile products with quantised matrices -----------------------------------------------------------
 // Meanings are those of prelude/host.h.
-template <typename T>
+template <typename T, int STEP>
 struct lily_packed_left {
   static LILY_INLINE void put(threadgroup T* a, int row, int chunk, lily_vec<T, 8> values) {
-    lily_store(a + row * 64 + (chunk ^ (row & 7)) * 8, values);
+    lily_store(a + row * STEP + (chunk ^ (row % 8)) * 8, values);
   }
 };
 
-// Lane l holds, of each fragment of 8 rows, row l / 4 and of it the columns 16 * (l % 4) to 16 * (l % 4) + 15. Which
+// Lane l holds, of each fragment of 8 rows, row l / 4 and of it STEP / 4 columns from STEP / 4 * (l % 4) on. Which
 // lane multiplies a number is simdgroup_matrix's choice, so words, scales and biases are shuffled.
-template <typename T, typename ScaleT, int N, int BITS, int GROUP>
+template <typename T, typename ScaleT, int N, int BITS, int GROUP, int STEP>
 struct lily_packed_right {
   static_assert(N % 16 == 0 && (BITS == 4 || BITS == 8) && GROUP % 32 == 0, "N % 16, 4 or 8 bits, groups of 32 i");
-  enum : int { FRAGMENTS = N / 8, WORDS = BITS / 2 };
+  static_assert(STEP == 64 || STEP == 128, "64 or 128 columns");
+  enum : int { FRAGMENTS = N / 8, WORDS = BITS * STEP / 128, EIGHTS = STEP / 32 };
   lily_vec<u32, WORDS> words[FRAGMENTS];
   ScaleT scales[FRAGMENTS];
   ScaleT biases[FRAGMENTS];
@@ -114,43 +115,46 @@ struct lily_packed_right {
   LILY_INLINE void load(
       const device u32* first_words, const device ScaleT* first_scales, const device ScaleT* first_biases,
       int row_columns, int first_column, int row_count, u32 lane) {
-    const int own_column = first_column + int(lane % 4) * 16;
+    // What changes from step to step is the same in all lanes, so addresses are sums of one and the other.
+    const int own = int(lane % 4);
+    const device u32* words_at = first_words + first_column / (32 / BITS);
+    const int step_group = first_column / GROUP;
     LILY_UNROLL
     for (int f = 0; f < FRAGMENTS; ++f) {
       const int row = lily_min(f * 8 + int(lane / 4), row_count - 1);
-      words[f] = lily_load<WORDS>(first_words + (row * row_columns + own_column) / (32 / BITS));
-      const int group = row * (row_columns / GROUP) + own_column / GROUP;
-      scales[f] = first_scales[group];
-      biases[f] = first_biases[group];
+      words[f] = lily_load<WORDS>(words_at + (row * (row_columns / (32 / BITS)) + own * WORDS));
+      const int group = row * (row_columns / GROUP) + (GROUP < STEP ? own * (STEP / 4) / GROUP : 0);
+      scales[f] = (first_scales + step_group)[group];
+      biases[f] = (first_biases + step_group)[group];
     }
   }
 
   // The number at row n of fragment f and column 8 * eighth + k; f and eighth are those of the whole simdgroup.
   LILY_INLINE f32 detail_number(int f, int n, int eighth, int k) const {
-    const u32 owner = u32(n * 4 + eighth / 2);
+    const u32 owner = u32(n * 4 + eighth / EIGHTS);
     const f32 scale = lily_shuffle(lily_to_f32(scales[f]), owner);
     const f32 bias = lily_shuffle(lily_to_f32(biases[f]), owner);
     f32 number;
     if constexpr (BITS == 4) {
-      number = lily_nibble_f32(lily_shuffle(lily_word(words[f], eighth % 2), owner), k);
+      number = lily_nibble_f32(lily_shuffle(lily_word(words[f], eighth % EIGHTS), owner), k);
     } else {
-      const u32 low = lily_shuffle(lily_word(words[f], eighth % 2 * 2), owner);
-      const u32 high = lily_shuffle(lily_word(words[f], eighth % 2 * 2 + 1), owner);
+      const u32 low = lily_shuffle(lily_word(words[f], eighth % EIGHTS * 2), owner);
+      const u32 high = lily_shuffle(lily_word(words[f], eighth % EIGHTS * 2 + 1), owner);
       number = lily_byte_f32(k < 4 ? low : high, k % 4);
     }
     return lily_to_f32(lily_from_f32<T>(lily_fma(number, scale, bias)));
   }
 };
 
-template <int COUNT, typename T, typename ScaleT, int M, int N, int BITS, int GROUP>
+template <int COUNT, typename T, typename ScaleT, int M, int N, int BITS, int GROUP, int STEP>
 LILY_INLINE void lily_multiply_packed(
     thread lily_tile<T, M, N>* c, const threadgroup T* a,
-    const thread lily_packed_right<T, ScaleT, N, BITS, GROUP>* b, int rows, u32 lane) {
+    const thread lily_packed_right<T, ScaleT, N, BITS, GROUP, STEP>* b, u32 lane) {
   enum : int { ROW_FRAGMENTS = M / 8, COL_FRAGMENTS = N / 8 };
   const int fragment_r = lily_tile<T, M, N>::detail_row(lane);
   const int fragment_c = lily_tile<T, M, N>::detail_col(lane);
   LILY_UNROLL
-  for (int eighth = 0; eighth < 8; ++eighth) {
+  for (int eighth = 0; eighth < STEP / 8; ++eighth) {
     simdgroup_matrix<f32, 8, 8> b_fragments[COUNT * COL_FRAGMENTS];
     LILY_UNROLL
     for (int t = 0; t < COUNT; ++t) {
@@ -161,26 +165,24 @@ LILY_INLINE void lily_multiply_packed(
             b[t].detail_number(f, fragment_c + 1, eighth, fragment_r));
       }
     }
-    const threadgroup T* source = a + fragment_r * 64 + (eighth ^ fragment_r) * 8 + fragment_c;
+    const threadgroup T* source = a + fragment_r * STEP + (eighth ^ fragment_r) * 8 + fragment_c;
     LILY_UNROLL
     for (int i = 0; i < ROW_FRAGMENTS; ++i) {
-      if (i * 8 < rows) {
-        simdgroup_matrix<f32, 8, 8> a_fragment;
-        reinterpret_cast<thread float2&>(a_fragment.thread_elements()) =
-            float2(lily_to_f32(source[i * 8 * 64]), lily_to_f32(source[i * 8 * 64 + 1]));
+      simdgroup_matrix<f32, 8, 8> a_fragment;
+      reinterpret_cast<thread float2&>(a_fragment.thread_elements()) =
+          float2(lily_to_f32(source[i * 8 * STEP]), lily_to_f32(source[i * 8 * STEP + 1]));
+      LILY_UNROLL
+      for (int t = 0; t < COUNT; ++t) {
         LILY_UNROLL
-        for (int t = 0; t < COUNT; ++t) {
-          LILY_UNROLL
-          for (int f = 0; f < COL_FRAGMENTS; ++f) {
-            thread f32* values = c[t].values + (i * COL_FRAGMENTS + f) * 2;
-            simdgroup_matrix<f32, 8, 8> c_fragment;
-            reinterpret_cast<thread float2&>(c_fragment.thread_elements()) = float2(values[0], values[1]);
-            simdgroup_multiply_accumulate(
-                c_fragment, a_fragment, b_fragments[t * COL_FRAGMENTS + f], c_fragment);
-            const float2 product = reinterpret_cast<thread float2&>(c_fragment.thread_elements());
-            values[0] = product.x;
-            values[1] = product.y;
-          }
+        for (int f = 0; f < COL_FRAGMENTS; ++f) {
+          thread f32* values = c[t].values + (i * COL_FRAGMENTS + f) * 2;
+          simdgroup_matrix<f32, 8, 8> c_fragment;
+          reinterpret_cast<thread float2&>(c_fragment.thread_elements()) = float2(values[0], values[1]);
+          simdgroup_multiply_accumulate(
+              c_fragment, a_fragment, b_fragments[t * COL_FRAGMENTS + f], c_fragment);
+          const float2 product = reinterpret_cast<thread float2&>(c_fragment.thread_elements());
+          values[0] = product.x;
+          values[1] = product.y;
         }
       }
     }

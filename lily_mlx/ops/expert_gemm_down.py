@@ -26,7 +26,7 @@ from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, Variant, declare, launch
 from ..tiles import choose
 from .packed import Packed, why_mixed, why_not
-from .tile_product import grouped_tile, tile_memory, used_blocks, why_no_product, why_not_routed
+from .tile_product import grouped_tile, step, tile_memory, used_blocks, why_no_product, why_not_routed
 from .trust import self_check
 
 
@@ -39,6 +39,7 @@ def _template(
         **sizes,
         "ROWS": tile["rows"],
         "COLS": tile["cols"] if tile["cols"] <= sizes["H"] else 16,
+        "STEP": step(dtypes[0], sizes["M"], tile),
         "SIMDGROUPS": tile["simdgroups"],
     }
 
@@ -56,6 +57,8 @@ def _variant(dtypes: Sequence[mx.Dtype], sizes: Mapping[str, int], tile: Mapping
     return Variant(template, axes, *_threads(template, 8))
 
 
+_BF16 = (mx.bfloat16, mx.bfloat16)
+_MIXED = (mx.float16, mx.float32)
 _QWEN = {"M": 512, "H": 2048, "E": 256, "GROUP": 64, "BITS": 4}
 _SMALL = {"M": 128, "H": 48, "E": 5, "GROUP": 32, "BITS": 8}
 
@@ -75,13 +78,13 @@ KERNEL = declare(
             Buffer("shared_biases", "H G", "ScaleT"),
         ),
         outputs=(Buffer("y", "R H", "InT"),),
-        template=("InT", "ScaleT", "M", "H", "E", "GROUP", "BITS", "ROWS", "COLS", "SIMDGROUPS"),
+        template=("InT", "ScaleT", "M", "H", "E", "GROUP", "BITS", "ROWS", "COLS", "STEP", "SIMDGROUPS"),
         variants=(
-            _variant((mx.bfloat16, mx.bfloat16), _QWEN, {"rows": 128, "cols": 32, "simdgroups": 4}),
-            _variant((mx.bfloat16, mx.bfloat16), _QWEN, {"rows": 32, "cols": 64, "simdgroups": 4}),
-            _variant((mx.float16, mx.float32), _SMALL, {"rows": 16, "cols": 16, "simdgroups": 2}),
+            _variant(_BF16, _QWEN, {"rows": 64, "cols": 16, "step": 64, "simdgroups": 4}),
+            _variant(_BF16, _QWEN, {"rows": 32, "cols": 16, "step": 128, "simdgroups": 4}),
+            _variant(_MIXED, _SMALL, {"rows": 16, "cols": 16, "step": 128, "simdgroups": 2}),
         ),
-        threadgroup_bytes=lambda template: tile_memory(template["InT"], template["ROWS"]),
+        threadgroup_bytes=tile_memory,
     )
 )
 
@@ -156,8 +159,8 @@ def expert_gemm_down(
         h, rows, blocks, count, down, shared_down: see the module's table; :func:`supports` must answer None.
         top_k: experts chosen for each token.
         tile: ``rows``, the largest number of rows of a block, for which ``blocks`` were made; ``cols`` of y
-            in a simdgroup, ``simdgroups`` of a threadgroup. By default from the tile table, for the block
-            size of :func:`~lily_mlx.ops.tile_product.grouped_tile`.
+            in a simdgroup, ``step`` columns of h at a time, ``simdgroups`` of a threadgroup. By default from
+            the tile table, for the block size of :func:`~lily_mlx.ops.tile_product.grouped_tile`.
         backend: ``metal``, ``cuda`` or ``host``; by default the one in use.
 
     Returns:
@@ -213,7 +216,7 @@ def _self_check(backend: str) -> str | None:
         [[0, 0, 64, 0], [0, 64, 5, 0], [2, 69, 1, 0], [3, 70, 64, 0], [3, 134, 6, 0]], dtype=mx.int32
     )
     count = mx.array([5, 0, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
-    tile = {"rows": 64, "cols": 32, "simdgroups": 4}
+    tile = {"rows": 64, "cols": 32, "step": 128, "simdgroups": 4}
     got = expert_gemm_down(h, rows, blocks, count, *matrices, top_k, tile=tile, backend=backend)
     want = expert_gemm_down_reference(h, rows, blocks, count, *matrices, top_k)
     error: Any = (mx.abs(got.astype(mx.float32) - want).max() / mx.abs(want).max()).item()

@@ -24,7 +24,7 @@ from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, Variant, declare, launch
 from ..tiles import choose
 from .packed import ACTIVATION_DTYPES, Packed, why_mixed, why_not
-from .tile_product import tile_memory, why_no_product
+from .tile_product import step, tile_memory, why_no_product
 from .trust import self_check
 
 MAX_MATRICES = 4
@@ -51,6 +51,7 @@ def _template(
         "HAS_RESIDUAL": has_residual,
         "ROWS": tile["rows"],
         "COLS": tile["cols"],
+        "STEP": step(dtypes[0], K, tile),
         "SIMDGROUPS": tile["simdgroups"],
     }
 
@@ -87,7 +88,7 @@ def _matrix_buffers(i: int) -> tuple[Buffer, ...]:
     )
 
 
-_TILE = {"rows": 128, "cols": 32, "simdgroups": 4}
+_TILE = {"rows": 128, "cols": 32, "step": 64, "simdgroups": 4}
 _BF16 = (mx.bfloat16, mx.bfloat16, mx.bfloat16)
 
 KERNEL = declare(
@@ -112,11 +113,11 @@ KERNEL = declare(
                 32,
                 [256, 1],
                 [4, 8],
-                {"rows": 32, "cols": 16, "simdgroups": 2},
+                {"rows": 32, "cols": 16, "step": 128, "simdgroups": 2},
                 has_residual=True,
             ),
         ),
-        threadgroup_bytes=lambda template: tile_memory(template["InT"], template["ROWS"]),
+        threadgroup_bytes=tile_memory,
     )
 )
 
@@ -171,8 +172,8 @@ def qmm(
     Args:
         x, matrices, residual: see the module's table; :func:`supports` must answer None.
         out_dtype: of the result; by default as x.
-        tile: ``rows`` of y in a threadgroup, ``cols`` of y in a simdgroup, ``simdgroups`` of a
-            threadgroup; by default from the tile table.
+        tile: ``rows`` of y in a threadgroup, ``cols`` of y in a simdgroup, ``step`` columns of x at a time,
+            ``simdgroups`` of a threadgroup; by default from the tile table.
         backend: ``metal``, ``cuda`` or ``host``; by default the one in use.
 
     Returns:

@@ -8,20 +8,27 @@ from typing import Any
 import mlx.core as mx
 
 from ..launch import backend as backends
+from ..launch.kernel import MAX_THREADGROUP_BYTES
 from ..tiles import choose
 from .packed import ACTIVATION_DTYPES
 
 COLUMN_STEP = 64
-"""Columns of the left operand in one step of the sum."""
+"""Columns of the left operand in the smallest step of the sum."""
 
 MAX_CHUNKS = 2**32
 """The kernels count the left operand in chunks of 8 elements, in 32 bits."""
 
 
-def tile_memory(dtype: mx.Dtype, rows: int) -> int:
-    """Bytes of threadgroup memory of a tile of ``rows`` rows: two buffers if 32 KB hold them, else one."""
-    one: int = rows * COLUMN_STEP * dtype.size
-    return 2 * one if 2 * one <= 32768 else one
+def step(dtype: mx.Dtype, columns: int, tile: Mapping[str, int]) -> int:
+    """The tile's ``step``, or the smallest where columns are no multiple of it or a buffer does not fit."""
+    fits = columns % tile["step"] == 0 and tile["rows"] * tile["step"] * dtype.size <= MAX_THREADGROUP_BYTES
+    return tile["step"] if fits else COLUMN_STEP
+
+
+def tile_memory(template: Mapping[str, Any]) -> int:
+    """Bytes of threadgroup memory: two buffers for the left operand if 32 KB hold them, else one."""
+    one: int = template["ROWS"] * template["STEP"] * template["InT"].size
+    return 2 * one if 2 * one <= MAX_THREADGROUP_BYTES else one
 
 
 def why_no_product(name: str, left: mx.array) -> str | None:

@@ -20,10 +20,10 @@ from lily_mlx.tiles import table
 BACKENDS = [name for name in source.BACKENDS if backends.available(name)]
 
 TILES = [
-    {"rows": 16, "cols": 16, "simdgroups": 1},
-    {"rows": 32, "cols": 16, "simdgroups": 4},
-    {"rows": 64, "cols": 32, "simdgroups": 2},
-    {"rows": 16, "cols": 16, "simdgroups": 8},
+    {"rows": 16, "cols": 16, "step": 64, "simdgroups": 1},
+    {"rows": 32, "cols": 16, "step": 128, "simdgroups": 4},
+    {"rows": 64, "cols": 32, "step": 64, "simdgroups": 2},
+    {"rows": 16, "cols": 16, "step": 128, "simdgroups": 8},
 ]
 
 # Unequal everywhere, so that a swapped axis cannot go unseen.

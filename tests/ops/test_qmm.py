@@ -17,10 +17,10 @@ from lily_mlx.ops.packed import Packed
 BACKENDS = [name for name in source.BACKENDS if backends.available(name)]
 
 TILES = [
-    {"rows": 16, "cols": 16, "simdgroups": 1},
-    {"rows": 32, "cols": 32, "simdgroups": 2},
-    {"rows": 16, "cols": 64, "simdgroups": 8},
-    {"rows": 64, "cols": 16, "simdgroups": 4},
+    {"rows": 16, "cols": 16, "step": 64, "simdgroups": 1},
+    {"rows": 32, "cols": 32, "step": 128, "simdgroups": 2},
+    {"rows": 16, "cols": 64, "step": 64, "simdgroups": 8},
+    {"rows": 64, "cols": 16, "step": 128, "simdgroups": 4},
 ]
 
 
@@ -162,7 +162,7 @@ def test_the_text_for_apple_silicon_runs_on_the_host(monkeypatch):
     assemble = source.assemble
     monkeypatch.setattr(source, "assemble", lambda kernel, _: assemble(kernel, "metal"))
     arguments = problem(17, 64, [20, 8], [4, 8], group=32, dtype=mx.bfloat16)
-    check(arguments, tile={"rows": 16, "cols": 16, "simdgroups": 2}, backend="host")
+    check(arguments, tile={"rows": 16, "cols": 16, "step": 64, "simdgroups": 2}, backend="host")
 
 
 def test_on_metal_it_is_one_dispatch():
