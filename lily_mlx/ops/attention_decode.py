@@ -33,10 +33,11 @@ TILE_BYTES = 64  # rows of a tile: this by the bytes of an element
 
 
 def simdgroups(D: int, tile: Mapping[str, int]) -> int:
-    """Simdgroups of a threadgroup: the tile's, or as many as have whole tiles of 16 columns."""
-    count = tile["simdgroups"]
-    while D % (16 * count):
-        count -= 1
+    """Simdgroups of a threadgroup: the tile's, or the next more that have whole tiles of 16 columns each."""
+    tiles = D // 16
+    count = min(tile["simdgroups"], tiles)
+    while tiles % count:
+        count += 1
     return count
 
 
