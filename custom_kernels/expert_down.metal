@@ -17,6 +17,8 @@
 //
 // Limits: M a multiple of 32 and of GROUP; N a multiple of ROWS; ROWS a multiple of the rows that a simdgroup reads
 // side by side; TOP_K <= 31.
+//
+// Why this order: h is requested before the weights, behind which it would wait, and while the expert's index comes.
 
 #include "common/packed_rows.h"
 
@@ -63,6 +65,7 @@ struct ExpertDown {
     }
     Vector vector;
     vector.memory = memory + slot * Vector::FLOATS;
+    vector.template fill<false>(chosen + slot * M, chosen, lane, lane);
     Rows rows;
     rows.start(weight, scales, biases, i64(expert) * N + row + Rows::row_in_block(lane));
     rows.load_first(lane);
@@ -73,13 +76,15 @@ struct ExpertDown {
       for (int place = 0; place < DEPTH; ++place) {
         const int chunk = first_chunk + place;
         lily_simdgroup_barrier();
-        vector.template fill<false>(chosen + slot * M + chunk * Rows::CHUNK, chosen, lane, lane);
-        lily_simdgroup_barrier();
         lily_operand<BITS> operand;
         vector.read(Rows::column(0, lane), operand);
         rows.accumulate(place, operand);
         if (chunk + DEPTH < CHUNKS) {
           rows.load(chunk + DEPTH, place, lane);
+        }
+        if (chunk + 1 < CHUNKS) {
+          lily_simdgroup_barrier();
+          vector.template fill<false>(chosen + slot * M + (chunk + 1) * Rows::CHUNK, chosen, lane, lane);
         }
       }
     }

@@ -20,7 +20,7 @@
 // common/packed_rows.h. Every threadgroup that needs the choice makes it, in its first simdgroup, see
 // common/rank.h, and the one with the first rows of the first expert also writes it.
 //
-// Limits: K a multiple of 32 and of GROUP; ROWS <= M; TOP_K <= E and 32; threadgroup memory of 5.5 * K + 8 * E bytes.
+// Limits: K a multiple of 32 and of GROUP; ROWS <= M; TOP_K <= E and 31; threadgroup memory of 5.5 * K + 8 * E bytes.
 //
 // Why this order: choosing again in every threadgroup takes less time than a launch more. x and norm_weight are
 // requested before the weights, behind which they would wait, and prepared while the weights are on their way.
@@ -57,17 +57,17 @@ struct ExpertGateUp {
   uint simdgroup;
   uint lane;
 
-  // One simdgroup.
+  // One simdgroup: a lane for each chosen expert, and one for the shared expert. One exponential, one division.
   LILY_INLINE void write_choice() {
-    const int expert = ranking.chosen(lily_min(int(lane), TOP_K - 1));
-    const f32 weight = lily_routing_weight<TOP_K>(lily_to_f32(logits[expert]), lane);
-    if (int(lane) < TOP_K) {
+    const bool is_chosen = int(lane) < TOP_K;
+    const int expert = is_chosen ? ranking.chosen(int(lane)) : int(E);
+    const f32 logit = lily_to_f32(logits[expert]);
+    const f32 largest = lily_simd_max(is_chosen ? logit : -LILY_INFINITY);
+    const f32 exponential = lily_exp(is_chosen ? logit - largest : -logit);
+    const f32 sum = lily_simd_sum(is_chosen ? exponential : 0.0f);
+    if (int(lane) <= TOP_K) {
       chosen[EXPERTS_AT + int(lane)] = f32(expert);
-      chosen[WEIGHTS_AT + int(lane)] = weight;
-    }
-    if (lane == 0) {
-      chosen[EXPERTS_AT + TOP_K] = f32(E);
-      chosen[WEIGHTS_AT + TOP_K] = lily_sigmoid(lily_to_f32(logits[E]));
+      chosen[WEIGHTS_AT + int(lane)] = (is_chosen ? exponential : 1.0f) / (is_chosen ? sum : 1.0f + exponential);
     }
   }
 

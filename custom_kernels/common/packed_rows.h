@@ -64,6 +64,7 @@ struct lily_shared_vector {
   static_assert(K % 32 == 0, "K is a multiple of 32");
   enum : int {
     UNIT = 8,
+    STEP = SIMDGROUPS * 32 * UNIT,  // of all threads
     SUMS_AT = K / 32 * 36,
     STARTS_AT = SUMS_AT + K / UNIT * 2,
     SQUARES_AT = STARTS_AT + 4,
@@ -76,13 +77,17 @@ struct lily_shared_vector {
   template <bool NORM, typename InT, typename NormT>
   LILY_INLINE void fill(LILY_DEVICE const InT* source, LILY_DEVICE const NormT* norm_weight, uint thread_index, uint lane) {
     f32 squares = 0.0f;
-    for (int k = int(thread_index) * UNIT; k < K; k += SIMDGROUPS * 32 * UNIT) {
-      f32 x[UNIT];
-      lily_unpack(lily_load<UNIT>(source + k), x);
-      if constexpr (NORM) {
-        squares += weigh(x, lily_load<UNIT>(norm_weight + k));
+    LILY_UNROLL
+    for (int start = 0; start < K; start += STEP) {  // a number of times that the compiler knows
+      const int k = start + int(thread_index) * UNIT;
+      if (K % STEP == 0 || k < K) {
+        f32 x[UNIT];
+        lily_unpack(lily_load<UNIT>(source + k), x);
+        if constexpr (NORM) {
+          squares += weigh(x, lily_load<UNIT>(norm_weight + k));
+        }
+        store(k, x);
       }
-      store(k, x);
     }
     store_starts(thread_index);
     if constexpr (NORM) {

@@ -13,10 +13,10 @@ struct lily_ranking {
   enum : int {
     PER_LANE = (E + 31) / 32,
     GROUP = TOP_K > 16 ? 1 : TOP_K > 8 ? 2 : TOP_K > 4 ? 4 : TOP_K > 2 ? 8 : TOP_K > 1 ? 16 : 32,
-    UNIT = 4,  // keys that are read at once
-    KEYS = (E + UNIT - 1) / UNIT * UNIT,
-    INDICES_AT = KEYS,
-    CHOSEN_AT = INDICES_AT + E,
+    UNIT = 8,  // keys that are read at once
+    PLACES = E + UNIT,
+    INDICES_AT = PLACES,
+    CHOSEN_AT = INDICES_AT + PLACES,
     WORDS = CHOSEN_AT + TOP_K
   };
   LILY_THREADGROUP u32* memory;  // [WORDS]
@@ -42,22 +42,24 @@ struct lily_ranking {
     }
     bound = lily_max(bound, 1u);  // 0 is no key
 
-    // In the order of their indices.
+    // In the order of their indices; the others go to the last place, which is no list's. Without branches, for
+    // which compilers would put every ballot between two tests of who takes part.
     const u32 lanes_below = (1u << lane) - 1u;
+    u32 holders[PER_LANE];
+    LILY_UNROLL
+    for (int i = 0; i < PER_LANE; ++i) {
+      holders[i] = lily_ballot(keys[i] >= bound);
+    }
     int count = 0;
     LILY_UNROLL
     for (int i = 0; i < PER_LANE; ++i) {
-      const u32 holders = lily_ballot(keys[i] >= bound);
-      if (keys[i] >= bound) {
-        const int place = count + int(lily_popcount(holders & lanes_below));
-        memory[place] = keys[i];
-        memory[INDICES_AT + place] = u32(i * 32) + lane;
-      }
-      count += int(lily_popcount(holders));
+      const int place = keys[i] >= bound ? count + int(lily_popcount(holders[i] & lanes_below)) : PLACES - 1;
+      memory[place] = keys[i];
+      memory[INDICES_AT + place] = u32(i * 32) + lane;
+      count += int(lily_popcount(holders[i]));
     }
     // The last unit is filled up with what is before no key.
-    const int end = (count + UNIT - 1) / UNIT * UNIT;
-    if (count + int(lane) < end) {
+    if (lane < u32(UNIT)) {
       memory[count + int(lane)] = 0u;
     }
     lily_simdgroup_barrier();
@@ -68,12 +70,12 @@ struct lily_ranking {
       const u32 key = memory[place];
       int rank = 0;
       LILY_NO_UNROLL
-      for (int start = 0; start < end; start += UNIT) {
+      for (int start = 0; start < count; start += UNIT) {
         const lily_vec<u32, UNIT> others = lily_load<UNIT>(memory + start);
         LILY_UNROLL
         for (int i = 0; i < UNIT; ++i) {
-          const u32 other = lily_word(others, i);
-          rank += other > key || (other == key && start + i < place) ? 1 : 0;
+          const u32 larger_than = start + i < place ? key - 1u : key;
+          rank += lily_word(others, i) > larger_than ? 1 : 0;
         }
       }
       if (rank < TOP_K) {

@@ -94,7 +94,7 @@ def _threads(template: Mapping[str, Any]) -> tuple[tuple[int, int, int], tuple[i
 
 
 def _threadgroup_bytes(K: int, E: int, top_k: int, simdgroups: int) -> int:
-    return shared_vector_bytes(K, simdgroups) + 4 * (-(-E // 4) * 4 + E + top_k)
+    return shared_vector_bytes(K, simdgroups) + 4 * (2 * (E + 8) + top_k)
 
 
 def _variant(dtypes: Sequence[mx.Dtype], sizes: Mapping[str, int], tile: Mapping[str, int]) -> Variant:

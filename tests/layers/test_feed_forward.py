@@ -1,0 +1,83 @@
+"""One token of the mixture of experts against mlx-lm's block, whichever ops run as kernels."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx_lm.models.qwen3_next import ModelArgs
+
+from lily_mlx.counters import counts
+from lily_mlx.launch import backend, source
+from lily_mlx.layers.feed_forward import SparseMoeBlock
+
+OPS = ("expert_gate_up", "expert_down")
+
+
+@pytest.fixture(autouse=True, params=[name for name in source.BACKENDS if backend.available(name)])
+def kernels(request, monkeypatch):
+    monkeypatch.setenv("LILY_BACKEND", request.param)
+
+
+def block(*, shared_width: int = 96, shared_bits: int = 4, norm_topk_prob: bool = True) -> SparseMoeBlock:
+    """Eleven quantised experts of which seven are chosen; hidden size 64, width 96."""
+    sizes = {
+        "hidden_size": 64,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": shared_width,
+        "num_experts": 11,
+        "num_experts_per_tok": 7,
+        "norm_topk_prob": norm_topk_prob,
+    }
+    mx.random.seed(0)
+    made = SparseMoeBlock(ModelArgs.from_dict({**dict.fromkeys(ModelArgs.__dataclass_fields__, 1), **sizes}))
+
+    def predicate(path: str, module: nn.Module) -> bool | dict[str, int]:
+        if not hasattr(module, "to_quantized"):
+            return False
+        bits = 8 if path.endswith("gate") else shared_bits if path.startswith("shared_expert.") else 4
+        return {"group_size": 32, "bits": bits}
+
+    nn.quantize(made, class_predicate=predicate)
+    return made
+
+
+def check(made: SparseMoeBlock, ran: set[str]) -> None:
+    """Compare with stock's block in float32; ``ran``: the ops whose kernels must have run, and no other."""
+    norm = nn.RMSNorm(64)
+    norm.weight = mx.random.uniform(0.5, 1.5, (64,))
+    x = mx.random.normal((1, 1, 64))
+    want = x + made(norm(x))
+    counts.clear()
+    y = made.decode(x, norm)
+    assert {op for op in OPS if counts[f"op.{op}"]} == ran
+    assert y.shape == want.shape
+    assert y.dtype == want.dtype
+    # float32: three products, each with START / 2^24 of common/packed_rows.h, and stock's own error
+    assert mx.abs(y - want).max().item() <= 4 * 2**-16 * mx.abs(want).max().item()
+
+
+@pytest.mark.parametrize("off", [(), OPS[:1], OPS[1:], OPS], ids="-".join)
+def test_it_is_stocks_block(monkeypatch, off):
+    monkeypatch.setenv("LILY_DISABLE", ",".join(off))
+    check(block(), set(OPS) - set(off))
+
+
+@pytest.mark.parametrize("change", [{"shared_width": 32}, {"shared_bits": 8}], ids=str)
+def test_a_shared_expert_of_another_kind(change):
+    """Its matrices cannot stand behind the experts'."""
+    check(block(**change), set())
+
+
+def test_weights_that_are_not_renormalised():
+    check(block(norm_topk_prob=False), {"expert_down"})
+
+
+def test_an_expert_layer_that_is_more_than_a_matrix():
+    """A bias on one half: the other half still runs as a kernel."""
+    made = block()
+    made.shared_expert.down_proj.bias = mx.random.normal((64,))
+    check(made, {"expert_gate_up"})
+    made = block()
+    made.switch_mlp.up_proj.bias = mx.random.normal((11, 96))
+    check(made, {"expert_down"})
