@@ -25,6 +25,7 @@ from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, TemplateValue, Variant, declare, launch
 from ..tiles import choose
 from .attention_combine import attention_combine, partials_size
+from .trust import self_check
 
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 MAX_HEAD_SIZE = 256
@@ -264,3 +265,27 @@ def attention_decode(
     return attention_combine(
         out, projected, blocks=count, Hq=Hq, D=D, offset=offset, tile=combine_tile, backend=backend
     )
+
+
+@self_check("attention_decode")
+def _self_check(backend: str) -> str | None:
+    """Eight query heads of the real size over 300 rows and NaN behind them, split and in one pass."""
+    Hq, D, length, capacity = 8, 256, 300, 512
+    keys = mx.random.split(mx.random.key(0), 4)
+    q = mx.random.normal((1, Hq, 1, D), key=keys[0])
+    exists = mx.arange(capacity)[:, None] < length
+    k, v = (
+        mx.where(exists, mx.random.normal((1, 1, capacity, D), key=key), mx.nan).astype(mx.bfloat16)
+        for key in keys[1:3]
+    )
+    projected = mx.random.normal((1, 1, 2 * Hq * D), key=keys[3]).astype(mx.bfloat16)
+    operands = (q, k, v, projected, mx.array([length - 1, capacity, *[0] * 6], dtype=mx.int32))
+    want = attention_decode_reference(*operands)
+    tile = choose("attention_decode", backends.chip(backend), capacity=capacity, Hk=1, group=Hq, D=D)
+    for threadgroups in (8, 1):
+        split = {**tile, "block_rows": 0, "threadgroups": threadgroups}
+        got = attention_decode(*operands, tile=split, backend=backend)
+        error: Any = (mx.abs(got.astype(mx.float32) - want).max() / mx.abs(want).max()).item()
+        if not error <= 2**-7:  # bfloat16 rounds once, by at most 2^-8 of a value
+            return f"in {threadgroups} blocks {error:.1e} off the reference, allowed {2**-7:.1e}"
+    return None

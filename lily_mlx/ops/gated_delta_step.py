@@ -27,12 +27,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, TemplateValue, Variant, declare, launch
 from ..tiles import choose
+from .trust import self_check
 
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 CONV_WIDTH = 4
@@ -279,3 +281,33 @@ def gated_delta_step(
         backend=backend,
     )
     return y, conv_state, state
+
+
+@self_check("gated_delta_step")
+def _self_check(backend: str) -> str | None:
+    """Two value heads of the real size, against the reference."""
+    Hk, Hv, Dk, Dv = 1, 2, 128, 128
+    parts = _parts(Hk, Hv, Dv, Dk)
+    C, N, _, _ = parts.values()
+    keys = mx.random.split(mx.random.key(0), 6)
+    projected, conv_weight, conv_state, dt_bias = (
+        mx.random.normal(shape, key=key).astype(mx.bfloat16)
+        for shape, key in zip(((1, 1, C + N + 2 * Hv), (C, 4, 1), (1, 3, C), (Hv,)), keys[:4], strict=True)
+    )
+    norm_weight = mx.random.uniform(0.5, 1.5, (Dv,), key=keys[4]).astype(mx.bfloat16)
+    state = mx.random.normal((1, Hv, Dv, Dk), key=keys[5])
+    weights = (mx.array([-4.0, 1.0]), dt_bias, norm_weight)
+    operands = (projected, conv_weight, conv_state, *weights, state)
+    heads: dict[str, Any] = {"Hk": Hk, "offsets": (0, C, C + N, C + N + Hv)}
+    results = zip(
+        ("y", "the conv state", "the state"),
+        gated_delta_step(*operands, **heads, backend=backend),
+        gated_delta_step_reference(*operands, **heads),
+        (2**-7, 0.0, 1e-5),  # bfloat16 rounds y once, by at most 2^-8 of it; the conv state is copied
+        strict=True,
+    )
+    for name, got, want, bound in results:
+        error: Any = (mx.abs(got.astype(mx.float32) - want).max() / mx.abs(want).max()).item()
+        if not error <= bound:
+            return f"{name} is {error:.1e} off the reference, allowed {bound:.1e}"
+    return None

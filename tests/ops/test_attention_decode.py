@@ -358,3 +358,10 @@ def test_blocks_of_the_real_heads(capacity, group, dtype, layout, want):
 def test_every_head_size_fits_into_threadgroup_memory(dtype, D, wish):
     values = {"KvT": dtype, "D": D, "SIMDGROUPS": op.simdgroups(D, tile(simdgroups=wish))}
     assert op.KERNEL.threadgroup_bytes(values) <= 32768
+
+
+def test_the_self_check_passes_and_can_fail(monkeypatch):
+    assert op._self_check("host") is None
+    reference = op.attention_decode_reference
+    monkeypatch.setattr(op, "attention_decode_reference", lambda *a, **k: reference(*a, **k) * 1.02)
+    assert "in 8 blocks" in op._self_check("host")

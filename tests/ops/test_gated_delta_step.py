@@ -324,3 +324,15 @@ def test_every_tile_of_the_table_launches():
     assert choose("gated_delta_step", "host", Hv=4, Dk=64, Dv=32) == table("gated_delta_step")[-1]["tile"]
     for choice in table("gated_delta_step"):
         check(problem((1, 2, 64, 32), mx.bfloat16), "host", choice["tile"])
+
+
+def test_the_self_check_passes_and_can_fail(monkeypatch):
+    assert op._self_check("host") is None
+    reference = op.gated_delta_step_reference
+
+    def wrong(*operands, **options):
+        y, conv_state, state = reference(*operands, **options)
+        return y, conv_state, state * 1.001
+
+    monkeypatch.setattr(op, "gated_delta_step_reference", wrong)
+    assert "the state is" in op._self_check("host")
