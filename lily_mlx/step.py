@@ -11,10 +11,12 @@ before into the pair that the last token but one has left. The cache always hold
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +33,7 @@ from .settings import settings
 CAPACITY_STEP = 1024
 """Rows that a full KV cache grows by: each growth copies the cache and compiles the step again."""
 
+_END = object()
 _DECODE_CLASSES = tuple(LAYER_CLASSES.values())
 
 
@@ -60,7 +63,8 @@ class DecodeStep:
 
     def __init__(self, model: nn.Module) -> None:
         self._text = model.language_model
-        self._tree: list[tuple[Any, list[int], list[Any]]] = []
+        self._holders: list[Iterable[Any]] = []
+        self._held: list[Any] = []
         self._why_layers: str | None = None
         self._compiled: dict[Any, tuple[Callable[..., Any], Counter[str]]] = {}
         self._turns: WeakKeyDictionary[KVCache, _Turn] = WeakKeyDictionary()
@@ -144,11 +148,12 @@ class DecodeStep:
 
     def _is_as_seen(self) -> bool:
         """Whether the model still holds the modules and arrays that the compiled step took as constant."""
-        return bool(self._tree) and all(_ids(holder) == ids for holder, ids, _ in self._tree)
+        return all(map(operator.is_, chain.from_iterable(self._holders), self._held)) and bool(self._held)
 
     def _see(self) -> None:
-        # What is held is kept, so that no other object can come by its id.
-        self._tree = [(holder, _ids(holder), list(_values(holder))) for holder in _holders(self._text)]
+        # Views of dicts show later changes. The end mark is in its place only while nothing comes or goes.
+        self._holders = [*map(_values, _holders(self._text)), (_END,)]
+        self._held = list(chain.from_iterable(self._holders))
         self._why_layers = next(filter(None, map(_why_not_layer, self._text.layers)), None)
 
     def _traced(self, launches: Counter[str], *arrays: mx.array) -> tuple[mx.array, ...]:
@@ -189,10 +194,6 @@ def _holders(root: Any) -> Iterator[Any]:
 
 def _values(holder: Any) -> Iterable[Any]:
     return holder.values() if isinstance(holder, dict) else holder
-
-
-def _ids(holder: Any) -> list[int]:
-    return list(map(id, _values(holder)))
 
 
 def decode_step(model: nn.Module) -> DecodeStep:
