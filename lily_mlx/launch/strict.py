@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,17 +132,18 @@ def check(name: str, source: str, header: str = "", **signature: Any) -> list[Di
     Raises:
         BackendUnavailableError: there is no C++ compiler.
     """
-    if header:
-        header = _labelled(header, f"{name}.h") + f'\n#line 1 "{name}.signature"\n'
-    source = _labelled(source, f"{name}.metal")
     if not signature:
-        return check_text(header + source, f"{name}.metal")
-    found = []
-    threads = _product(signature.get("threadgroup", (1, 1, 1)))
-    if threads > MAX_THREADS:
-        message = f"{threads} threads in a threadgroup; at most {MAX_THREADS} are possible"
-        found.append(Diagnostic(f"{name}.metal", 1, "threads", message))
+        return check_text(_marked_header(name, header) + _labelled(source, f"{name}.metal"), f"{name}.metal")
+    found = _check_threads(name, signature)
     return sorted(found + check_text(_complete(name, source, header, signature), f"{name}.signature"))
+
+
+def _check_threads(name: str, signature: dict[str, Any]) -> list[Diagnostic]:
+    threads = _product(signature.get("threadgroup", (1, 1, 1)))
+    if threads <= MAX_THREADS:
+        return []
+    message = f"{threads} threads in a threadgroup; at most {MAX_THREADS} are possible"
+    return [Diagnostic(f"{name}.metal", 1, "threads", message)]
 
 
 def check_text(
@@ -196,9 +198,13 @@ def check_file(path: Path | str, *, metal: str | None = None) -> list[Diagnostic
 
 def check_kernels(stems: Sequence[str] | None = None) -> list[Diagnostic]:
     """Check kernels of Lily, by default all, in every variant that their declarations name."""
-    return sorted(
-        {d for stem, header, body, call in _kernel_calls(stems) for d in check(stem, body, header, **call)}
-    )
+    found: set[Diagnostic] = set()
+    texts: dict[str, str] = {}  # MLX writes them, which it does in one thread only
+    for stem, header, body, call in _kernel_calls(stems):
+        found.update(_check_threads(stem, call))
+        texts[_complete(stem, body, header, call)] = f"{stem}.signature"
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return sorted(found.union(*pool.map(check_text, texts, texts.values())))
 
 
 def _kernel_calls(stems: Sequence[str] | None = None) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
@@ -257,6 +263,10 @@ def _labelled(text: str, file: str) -> str:
     return text if LINE_MARK.match(text) else f'#line 1 "{file}"\n{text}'
 
 
+def _marked_header(name: str, header: str) -> str:
+    return _labelled(header, f"{name}.h") + f'\n#line 1 "{name}.signature"\n' if header else ""
+
+
 def _product(numbers: Iterable[int]) -> int:
     return functools.reduce(lambda a, b: a * b, numbers, 1)
 
@@ -268,6 +278,7 @@ def _complete(name: str, source: str, header: str, signature: dict[str, Any]) ->
     call = {key: value for key, value in signature.items() if key not in built}
     call = {"grid": (32, 1, 1), "threadgroup": (32, 1, 1), **call}
     inputs = call.pop("inputs")
+    source, header = _labelled(source, f"{name}.metal"), _marked_header(name, header)
     function: Any = mx.fast.metal_kernel(name=name, source=source, header=header, **make)
     events: list[dict[str, Any]] = []
 
