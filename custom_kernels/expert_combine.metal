@@ -4,7 +4,7 @@
 //
 //   y         [T * SLOTS, H]  InT   the last slot is the shared expert's
 //   weights   [T, SLOTS]      f32
-//   residual  [T, H]          OutT
+//   residual  [T, H]          OutT  may be absent: HAS_RESIDUAL is false
 //   sizes     [8]             i32   sizes[0] = T
 //   out       [T, H]          OutT
 //
@@ -13,11 +13,11 @@
 //
 // Limits: H a multiple of UNIT.
 
-template <typename InT, typename OutT, int H, int SLOTS, int UNIT>
+template <typename InT, typename OutT, int H, int SLOTS, bool HAS_RESIDUAL, int UNIT, typename ResidualT>
 LILY_INLINE void expert_combine(
     LILY_DEVICE const InT* y,
     LILY_DEVICE const f32* weights,
-    LILY_DEVICE const OutT* residual,
+    LILY_DEVICE const ResidualT* residual,
     LILY_DEVICE const i32* sizes,
     LILY_DEVICE OutT* out,
     uint thread_position) {
@@ -32,7 +32,14 @@ LILY_INLINE void expert_combine(
   weights += i64(token) * SLOTS;
   y += i64(token) * (i64(SLOTS) * H) + column;
   const i64 at = i64(token) * H + column;
-  const lily_vec<OutT, UNIT> residual_words = lily_load<UNIT>(residual + at);
+  f32 added[UNIT];
+  LILY_UNROLL
+  for (int c = 0; c < UNIT; ++c) {
+    added[c] = 0.0f;
+  }
+  if constexpr (HAS_RESIDUAL) {
+    lily_unpack(lily_load<UNIT>(residual + at), added);
+  }
 
   f32 sums[UNIT];
   LILY_UNROLL
@@ -59,15 +66,13 @@ LILY_INLINE void expert_combine(
       }
     }
   }
-  f32 values[UNIT];
-  lily_unpack(residual_words, values);
   LILY_UNROLL
   for (int c = 0; c < UNIT; ++c) {
-    sums[c] += values[c];
+    sums[c] += added[c];
   }
   lily_store<UNIT>(out + at, lily_pack<OutT, UNIT>(sums));
 }
 
 // ---- body ----
-expert_combine<InT, OutT, H, SLOTS, UNIT>(
+expert_combine<InT, OutT, H, SLOTS, HAS_RESIDUAL, UNIT>(
     y, weights, residual, sizes, out, thread_position_in_grid.x);

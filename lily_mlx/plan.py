@@ -12,10 +12,13 @@ from .checkpoint import Checkpoint
 from .layers.fusion import why_apart
 from .ops import (
     attention_decode,
+    attention_gate,
     expert_down,
     expert_gate_up,
+    gated_delta_prepare,
     gated_delta_scan,
     gated_delta_step,
+    gated_rms_norm,
     qk_prepare,
     qmv,
 )
@@ -92,12 +95,13 @@ class _Examples:
         return [
             ("embedding", 1, None, _NO_KERNEL),
             ("DeltaNet projections", self.linear, None, _NO_KERNEL),
-            ("DeltaNet conv and norms", self.linear, None, _NO_KERNEL),
+            ("DeltaNet conv and norms", self.linear, "gated_delta_prepare", self._prepare_scan()),
             ("DeltaNet recurrence", self.linear, "gated_delta_scan", self._scan()),
-            ("DeltaNet gated norm", self.linear, None, _NO_KERNEL),
+            ("DeltaNet gated norm", self.linear, "gated_rms_norm", self._norm_scan()),
             ("attention projections", self.attention, None, _NO_KERNEL),
-            ("q and k preparation", self.attention, None, _NO_KERNEL),
+            ("q and k preparation", self.attention, "qk_prepare", self._prepare()),
             ("attention", self.attention, None, _NO_KERNEL),
+            ("attention output gate", self.attention, "attention_gate", self._gate()),
             *((op, self.layers, None, _NO_KERNEL) for op in feed_forward),
             ("output head", 1, None, _NO_KERNEL),
         ]
@@ -168,7 +172,7 @@ class _Examples:
         return self._not_quantised() or self._ask(
             qmv,
             self._zeros(1, 1, width),
-            [self._packed(n, width, bits=bits) for n in rows],
+            self._packed(sum(rows), width, bits=bits),
             norm_weight=self._zeros(width),
         )
 
@@ -226,10 +230,10 @@ class _Examples:
         if kind != "default":
             return f"rope of type {kind}"
         rotary = int(D * rope.get("partial_rotary_factor", 0.25))
-        projected = self._zeros(1, 1, 2 * (Hq + Hk) * D)
+        projected = self._zeros(1, self.tokens, 2 * (Hq + Hk) * D)
         return self._ask(
             qk_prepare,
-            *[projected] * 3,
+            projected,
             *[self._zeros(D)] * 2,
             self._zeros(rotary // 2, dtype=mx.float32),
             self._zeros(8, dtype=mx.int32),
@@ -246,6 +250,43 @@ class _Examples:
             *[self._zeros(1, Hk, 256, D)] * 2,
             self._zeros(1, 1, 2 * (Hq + Hk) * D),
             self._zeros(8, dtype=mx.int32),
+        )
+
+    def _gate(self) -> str | None:
+        Hq, Hk, D = self.text["num_attention_heads"], self.text["num_key_value_heads"], self._head_size()
+        return self._ask(
+            attention_gate,
+            self._zeros(1, Hq, self.tokens, D),
+            self._zeros(1, self.tokens, 2 * (Hq + Hk) * D),
+        )
+
+    def _prepare_scan(self) -> str | None:
+        Hk, Hv = self.text["linear_num_key_heads"], self._value_heads()
+        channels = 2 * self._key_width() + self._value_width()
+        width = self.text.get("linear_conv_kernel_dim") or 4
+        projected = self._zeros(1, self.tokens, channels + self._value_width() + 2 * Hv)
+        b = channels + self._value_width()
+        return self._ask(
+            gated_delta_prepare,
+            *[projected] * 3,
+            self._zeros(channels, width, 1),
+            self._zeros(1, width - 1, channels),
+            *[self._zeros(Hv)] * 2,
+            Hk=Hk,
+            Dk=self.text["linear_key_head_dim"],
+            Dv=self.text["linear_value_head_dim"],
+            offsets=(0, b, b + Hv),
+        )
+
+    def _norm_scan(self) -> str | None:
+        Hv, Dv = self._value_heads(), self.text["linear_value_head_dim"]
+        channels = 2 * self._key_width() + self._value_width()
+        return self._ask(
+            gated_rms_norm,
+            self._zeros(1, self.tokens, Hv, Dv),
+            self._zeros(1, self.tokens, channels + self._value_width() + 2 * Hv),
+            self._zeros(Dv),
+            offset=channels,
         )
 
     def _scan(self) -> str | None:

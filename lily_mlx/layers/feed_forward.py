@@ -9,16 +9,71 @@ from mlx import nn
 from mlx_lm.models import qwen3_next as stock
 from mlx_lm.models.activations import swiglu
 
+from ..launch import backend
 from ..ops.choice import why_not
+from ..ops.expert_combine import expert_combine, expert_combine_reference
 from ..ops.expert_down import expert_down
 from ..ops.expert_gate_up import Chosen, expert_gate_up
+from ..ops.expert_gemm_down import expert_gemm_down
+from ..ops.expert_gemm_gate_up import expert_gemm_gate_up
+from ..ops.expert_route import expert_route, expert_route_reference
 from ..ops.packed import Packed
+from ..ops.tile_product import grouped_tile
 from .fusion import join
 from .projection import packed, project
 
 
 class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
-    """Stock's mixture of experts; :meth:`decode` is one token of it."""
+    """Stock's mixture of experts: routing, grouped products and their sum in Lily's kernels where they can.
+
+    Nothing of it is read on the CPU. :meth:`decode` is one token.
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Apply the layer.
+
+        Args:
+            x: [B, T, hidden size].
+
+        Returns:
+            [B, T, hidden size].
+        """
+        return super().__call__(x) if self.why_stock() else self._route_and_multiply(x)
+
+    def why_stock(self) -> str | None:
+        """None if this layer's own path may run, else the reason that stock's does."""
+        if self.training:
+            return "training needs the differentiable path"
+        if backend.resolve() == "ops":
+            return "the ops back-end is MLX's own ops"
+        if self.sharding_group is not None:
+            return "the layer is sharded"
+        return None if self.norm_topk_prob else "norm_topk_prob is false"
+
+    def _route_and_multiply(self, x: mx.array) -> mx.array:
+        experts, shared, k, E = self.switch_mlp, self.shared_expert, self.top_k, self.num_experts
+        gate_up: list[Any] = [
+            packed(layer) for layer in (experts.gate_proj, experts.up_proj, shared.gate_proj, shared.up_proj)
+        ]
+        down: list[Any] = [packed(layer) for layer in (experts.down_proj, shared.down_proj)]
+        if None in gate_up or None in down:
+            return super().__call__(x)
+        rows = x.reshape(-1, x.shape[-1])
+        # float32, because rounding logits changes which experts are chosen
+        logits = project(rows, [self.gate, self.shared_expert_gate], out_dtype=mx.float32)
+        block_rows = grouped_tile(rows.shape[0], k, E)["rows"]
+        on_gpu = why_not("expert_route", logits, k, block_rows) is None
+        routing = (expert_route if on_gpu else expert_route_reference)(logits, k, block_rows)
+        groups = (routing.rows, routing.blocks, routing.count)
+        operands: tuple[Any, ...] = (rows, *groups, *gate_up, k)
+        if why_not("expert_gemm_gate_up", *operands) is not None:
+            return super().__call__(x)
+        operands = (expert_gemm_gate_up(*operands), *groups, *down, k)
+        if why_not("expert_gemm_down", *operands) is not None:
+            return super().__call__(x)
+        y = expert_gemm_down(*operands)
+        combine = expert_combine if why_not("expert_combine", y, routing.weights) is None else _combine
+        return combine(y, routing.weights).reshape(x.shape)
 
     def decode(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
         """One token: norm, experts, shared expert and residual.
@@ -70,6 +125,10 @@ class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
         y = self.switch_mlp.down_proj(h[None, None, :k, None], chosen.experts[None, None, :k]).squeeze(-2)
         shared = self.shared_expert.down_proj(h[None, k:])
         return ((y * chosen.weights[:k, None]).sum(axis=-2) + chosen.weights[k] * shared).astype(dtype)
+
+
+def _combine(y: mx.array, weights: mx.array) -> mx.array:
+    return expert_combine_reference(y, weights).astype(y.dtype)
 
 
 def _joined(layers: list[nn.Module]) -> Packed | None:

@@ -1,4 +1,4 @@
-"""Linear layers of one token: a norm, several matrices and a residual in one launch where the kernel can."""
+"""Linear layers: a norm, several matrices and a residual in one launch where a kernel can."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..ops.choice import why_not
 from ..ops.packed import Packed
+from ..ops.qmm import qmm
 from ..ops.qmv import qmv
 from .fusion import join
 
@@ -35,27 +36,27 @@ def project(
     residual: mx.array | None = None,
     out_dtype: mx.Dtype | None = None,
 ) -> mx.array:
-    """Apply linear layers to one token's vector.
+    """Apply linear layers to vectors: ``qmv`` for a single one, ``qmm`` for more.
 
     Args:
-        x: [1, 1, K].
+        x: [..., K].
         layers: linear layers, or an embedding used as the output head; their results are joined.
         norm: applied to x first.
-        residual: [1, 1, N], added last.
+        residual: [..., N], added last.
         out_dtype: of the result; by default as x.
 
     Returns:
-        [1, 1, N], N the sum of the layers' rows.
+        [..., N], N the sum of the layers' rows.
     """
-    options: dict[str, Any] = {
-        "norm_weight": None if norm is None else norm.weight,
-        "residual": residual,
-        "out_dtype": out_dtype,
-    }
     matrix = join(layers) if all(packed(layer) for layer in layers) else None
-    if matrix is not None and why_not("qmv", x, matrix, **options) is None:
-        return qmv(x, matrix, eps=1e-6 if norm is None else norm.eps, **options)
+    options: dict[str, Any] = {"residual": residual, "out_dtype": out_dtype}
+    if matrix is not None and x.size == x.shape[-1]:
+        options["norm_weight"] = None if norm is None else norm.weight
+        if why_not("qmv", x, matrix, **options) is None:
+            return qmv(x, matrix, eps=1e-6 if norm is None else norm.eps, **options)
     h = x if norm is None else norm(x)
+    if matrix is not None and x.size > x.shape[-1] and why_not("qmm", h, [matrix], **options) is None:
+        return qmm(h, [matrix], **options)
     applied: list[Any] = [getattr(layer, "as_linear", layer) for layer in layers]
     y = mx.concatenate([apply(h) for apply in applied], axis=-1)
     y = y if residual is None else residual + y

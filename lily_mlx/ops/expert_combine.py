@@ -6,8 +6,8 @@
 | --- | --- | --- |
 | y | [T * (k + 1), H], not weighted; a token's last is the shared expert's | bfloat16, float16 or float32 |
 | weights | [T, k + 1] | float32 |
-| residual | [T, H] | bfloat16, float16 or float32 |
-| out (result) | [T, H] | as residual |
+| residual | [T, H] or None | bfloat16, float16 or float32 |
+| out (result) | [T, H] | as residual, without one as y |
 
 weights come from :func:`~lily_mlx.ops.expert_route.expert_route`. Sums are float32 and
 rounded once: the slots in ascending order, then the residual.
@@ -31,8 +31,15 @@ from .trust import self_check
 UNIT_BYTES = 16  # of y that a lane loads at once
 
 
-def _template(y: mx.Dtype, residual: mx.Dtype, H: int, slots: int) -> dict[str, int | bool | mx.Dtype]:
-    return {"InT": y, "OutT": residual, "H": H, "SLOTS": slots, "UNIT": UNIT_BYTES // y.size}
+def _template(y: mx.Dtype, residual: mx.Dtype | None, H: int, slots: int) -> dict[str, int | bool | mx.Dtype]:
+    return {
+        "InT": y,
+        "OutT": residual or y,
+        "H": H,
+        "SLOTS": slots,
+        "HAS_RESIDUAL": residual is not None,
+        "UNIT": UNIT_BYTES // y.size,
+    }
 
 
 def _threads(
@@ -44,7 +51,7 @@ def _threads(
     return (-(-lanes // threads) * threads, 1, 1), (threads, 1, 1)
 
 
-def _variant(y: mx.Dtype, residual: mx.Dtype, T: int, H: int, slots: int, simdgroups: int) -> Variant:
+def _variant(y: mx.Dtype, residual: mx.Dtype | None, T: int, H: int, slots: int, simdgroups: int) -> Variant:
     template = _template(y, residual, H, slots)
     return Variant(template, {"R": T * slots, "T": T}, *_threads(template, T, simdgroups))
 
@@ -55,11 +62,11 @@ KERNEL = declare(
         inputs=(
             Buffer("y", "R H", "InT"),
             Buffer("weights", "T SLOTS", "float32"),
-            Buffer("residual", "T H", "OutT"),
+            Buffer("residual", "T H", "OutT", optional=True),
             Buffer("sizes", "8", "int32"),
         ),
         outputs=(Buffer("out", "T H", "OutT"),),
-        template=("InT", "OutT", "H", "SLOTS", "UNIT"),
+        template=("InT", "OutT", "H", "SLOTS", "HAS_RESIDUAL", "UNIT"),
         variants=(
             _variant(mx.bfloat16, mx.bfloat16, 2048, 2048, 9, 8),
             _variant(mx.float16, mx.float32, 7, 40, 4, 2),
@@ -69,17 +76,22 @@ KERNEL = declare(
 )
 
 
-def supports(y: mx.array, weights: mx.array, residual: mx.array, *, backend: str | None = None) -> str | None:
+def supports(
+    y: mx.array, weights: mx.array, residual: mx.array | None = None, *, backend: str | None = None
+) -> str | None:
     """None if the kernel takes these arrays on the back-end (by default the one in use), else the reason."""
     if (backend or backends.resolve()) == "ops":
         return "no GPU back-end"
-    if weights.ndim != 2 or residual.ndim != 2:
-        return f"weights have shape {weights.shape}, residual {residual.shape}; both must be matrices"
-    (T, slots), H = weights.shape, residual.shape[1]
-    if y.shape != (T * slots, H) or residual.shape[0] != T:
-        return f"y {y.shape}, weights {weights.shape} and residual {residual.shape} do not belong together"
-    if y.dtype not in ACTIVATION_DTYPES or residual.dtype not in ACTIVATION_DTYPES:
-        return f"y is {y.dtype}, residual is {residual.dtype}"
+    if weights.ndim != 2 or y.ndim != 2:
+        return f"weights have shape {weights.shape}, y {y.shape}; both must be matrices"
+    (T, slots), H = weights.shape, y.shape[1]
+    if y.shape[0] != T * slots or (residual is not None and residual.shape != (T, H)):
+        added = None if residual is None else residual.shape
+        return f"y {y.shape}, weights {weights.shape} and residual {added} do not belong together"
+    if y.dtype not in ACTIVATION_DTYPES:
+        return f"y is {y.dtype}"
+    if residual is not None and residual.dtype not in ACTIVATION_DTYPES:
+        return f"residual is {residual.dtype}"
     if weights.dtype != mx.float32:
         return f"weights are {weights.dtype}, not float32"
     if T < 1:
@@ -91,10 +103,11 @@ def supports(y: mx.array, weights: mx.array, residual: mx.array, *, backend: str
     return None
 
 
-def expert_combine_reference(y: mx.array, weights: mx.array, residual: mx.array) -> mx.array:
+def expert_combine_reference(y: mx.array, weights: mx.array, residual: mx.array | None = None) -> mx.array:
     """The same in plain MLX, in float32."""
     rows = y.astype(mx.float32).reshape(*weights.shape, -1)
-    return residual.astype(mx.float32) + (weights[..., None] * rows).sum(1)
+    out = (weights[..., None] * rows).sum(1)
+    return out if residual is None else residual.astype(mx.float32) + out
 
 
 @lru_cache(maxsize=256)
@@ -105,7 +118,7 @@ def _sizes(T: int) -> mx.array:
 def expert_combine(
     y: mx.array,
     weights: mx.array,
-    residual: mx.array,
+    residual: mx.array | None = None,
     *,
     tile: Mapping[str, int] | None = None,
     backend: str | None = None,
@@ -124,10 +137,10 @@ def expert_combine(
         ValueError: the arrays do not fit the kernel.
     """
     backend = backend or backends.resolve()
-    T, H = residual.shape
+    (T, slots), H = weights.shape, y.shape[1]
     if tile is None:
         tile = choose("expert_combine", backends.chip(backend), T=T, H=H)
-    template = _template(y.dtype, residual.dtype, H, weights.shape[1])
+    template = _template(y.dtype, None if residual is None else residual.dtype, H, slots)
     grid, threadgroup = _threads(template, T, tile["simdgroups"])
     (out,) = launch(
         KERNEL,
@@ -135,8 +148,8 @@ def expert_combine(
         template=template,
         grid=grid,
         threadgroup=threadgroup,
-        output_shapes=[residual.shape],
-        output_dtypes=[residual.dtype],
+        output_shapes=[(T, H)],
+        output_dtypes=[y.dtype if residual is None else residual.dtype],
         backend=backend,
     )
     return out

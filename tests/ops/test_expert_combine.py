@@ -34,7 +34,7 @@ def problem(T, H, slots, dtype=mx.float32, residual=None, seed=0) -> dict:
 def check(arguments: dict, backend: str, tile=None) -> mx.array:
     assert op.supports(**arguments, backend=backend) is None
     out = op.expert_combine(**arguments, tile=tile, backend=backend)
-    assert out.dtype == arguments["residual"].dtype
+    assert out.dtype == arguments.get("residual", arguments["y"]).dtype
     assert_close("out", out, op.expert_combine_reference(**arguments), 33 * 2.0**-24)
     return out
 
@@ -74,6 +74,14 @@ def test_shapes(backend, H, slots, why):
 @pytest.mark.parametrize("residual", [mx.bfloat16, mx.float16, mx.float32], ids=str)
 def test_dtypes(backend, dtype, residual):
     check(problem(5, 24, 4, dtype, residual), backend, {"simdgroups": 1})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=str)
+def test_without_a_residual(backend, dtype):
+    arguments = problem(5, 24, 4, dtype)
+    del arguments["residual"]
+    check(arguments, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -150,7 +158,8 @@ def test_self_check_can_fail(monkeypatch):
         ({}, None),
         ({"y": mx.zeros((11, 16))}, "do not belong together"),
         ({"residual": mx.zeros((2, 16))}, "do not belong together"),
-        ({"residual": mx.zeros((16,))}, "must be matrices"),
+        ({"y": mx.zeros((16,))}, "must be matrices"),
+        ({"residual": mx.zeros((16,))}, "do not belong together"),
         ({"y": mx.zeros((12, 16), mx.int32)}, "y is mlx.core.int32"),
         ({"weights": mx.zeros((3, 4), mx.float16)}, "not float32"),
         ({"y": mx.zeros((12, 12)), "residual": mx.zeros((3, 12))}, "H=12 is not a multiple of 8"),
