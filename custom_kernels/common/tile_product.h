@@ -8,7 +8,7 @@
 // expanded matrix exists in no memory at all. While a step is multiplied, the next one's
 // numbers are under way to registers; with two buffers a step costs one barrier.
 //
-// A block that is not full should not pay for rows it lacks: lily_for_rows picks among four sizes of the same code.
+// A block that is not full should not pay for rows it lacks: lily_for_rows picks among three sizes of the same code.
 //
 // Limits: STEP 64 or 128, K a multiple of STEP and of GROUP; ROWS and COLS multiples of 16; COUNT * ROWS * COLS / 32 values a lane.
 
@@ -126,22 +126,16 @@ struct lily_tile_product {
   }
 };
 
-// op.run<USED>() for the smallest USED >= rows of ROWS / 4, ROWS / 2, 3 * ROWS / 4 and ROWS that is a multiple of 16.
-// rows is the same for a whole threadgroup.
+// op.run<USED>() for the smallest USED >= rows of ROWS / 4, ROWS / 2 and ROWS that is a multiple of 16. rows is the same
+// for a whole threadgroup.
 template <int ROWS, typename Op>
 LILY_INLINE void lily_for_rows(LILY_THREAD const Op& op, int rows) {
-  enum : int { STEP = ROWS >= 64 ? ROWS / 4 : 16 };
-  if (rows <= STEP) {
-    op.template run<STEP>();
-  } else if constexpr (ROWS > STEP) {
-    if (ROWS == 2 * STEP || rows <= 2 * STEP) {
-      op.template run<2 * STEP>();
-    } else if constexpr (ROWS > 2 * STEP) {
-      if (rows <= 3 * STEP) {
-        op.template run<3 * STEP>();
-      } else {
-        op.template run<4 * STEP>();
-      }
-    }
+  enum : int { QUARTER = ROWS / 4, HALF = ROWS / 2 };
+  if (QUARTER % 16 == 0 && rows <= QUARTER) {
+    op.template run<QUARTER % 16 == 0 ? QUARTER : ROWS>();
+  } else if (HALF % 16 == 0 && rows <= HALF) {
+    op.template run<HALF % 16 == 0 ? HALF : ROWS>();
+  } else {
+    op.template run<ROWS>();
   }
 }

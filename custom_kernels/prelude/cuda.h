@@ -596,8 +596,9 @@ struct lily_packed_right {
   static_assert(STEP == 64 || STEP == 128, "64 or 128 columns");
   enum : int { FRAGMENTS = N / 8, WORDS = BITS * STEP / 128, FACTOR_WORDS = int(sizeof(ScaleT)) / 2 };
   lily_vec<u32, WORDS> words[FRAGMENTS];
-  u32 factors[FRAGMENTS][FACTOR_WORDS];  // scale and bias of one of four groups
-  u32 factors_lane;                      // which lane has those of this lane's columns
+  ScaleT scales[FRAGMENTS];  // of one of four groups
+  ScaleT biases[FRAGMENTS];
+  u32 factors_lane;          // which lane has those of this lane's columns
 
   LILY_INLINE void load(
       const u32* first_words, const ScaleT* first_scales, const ScaleT* first_biases, int row_columns,
@@ -616,18 +617,22 @@ struct lily_packed_right {
       LILY_UNROLL
       for (int f = 0; f < FRAGMENTS; ++f) {
         const int row = lily_min(f * 8 + int(lane / 4), row_count - 1);
-        detail_set_factors(f, (first_scales + group)[row * groups], (first_biases + group)[row * groups]);
+        scales[f] = (first_scales + group)[row * groups];
+        biases[f] = (first_biases + group)[row * groups];
       }
     }
     factors_lane = lane / 4 * 4 + u32(first_column + own * (STEP / 4)) / GROUP % 4;
   }
 
-  LILY_INLINE void detail_set_factors(int f, ScaleT scale, ScaleT bias) {
+  // Scale and bias of this lane's columns in fragment f: one word, the scale in its low half, or two.
+  LILY_INLINE void detail_factors(int f, u32* own_factors) const {
     if constexpr (sizeof(ScaleT) == 2) {
-      factors[f][0] = u32(*reinterpret_cast<const ushort*>(&scale)) | u32(*reinterpret_cast<const ushort*>(&bias)) << 16;
+      const u32 scale = *reinterpret_cast<const ushort*>(&scales[f]);
+      const u32 bias = *reinterpret_cast<const ushort*>(&biases[f]);
+      own_factors[0] = lily_shuffle(__byte_perm(scale, bias, 0x5410), factors_lane);
     } else {
-      factors[f][0] = lily_bits_from_f32(lily_to_f32(scale));
-      factors[f][1] = lily_bits_from_f32(lily_to_f32(bias));
+      own_factors[0] = lily_shuffle(lily_bits_from_f32(lily_to_f32(scales[f])), factors_lane);
+      own_factors[1] = lily_shuffle(lily_bits_from_f32(lily_to_f32(biases[f])), factors_lane);
     }
   }
 
@@ -719,10 +724,7 @@ LILY_INLINE void lily_multiply_packed(
     for (int t = 0; t < COUNT; ++t) {
       LILY_UNROLL
       for (int f = 0; f < COL_FRAGMENTS; ++f) {
-        LILY_UNROLL
-        for (int i = 0; i < Right::FACTOR_WORDS; ++i) {
-          factors[t][f][i] = lily_shuffle(b[t].factors[f][i], b[t].factors_lane);
-        }
+        b[t].detail_factors(f, factors[t][f]);
       }
     }
     // Matrices 0 to 3: (rows 0-7, chunk q), (rows 8-15, q), (rows 0-7, q + 1), (rows 8-15, q + 1).
