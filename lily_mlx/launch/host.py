@@ -45,7 +45,6 @@ from .hostrt.errors import (
 )
 from .hostrt.process import (
     CONTROL_BYTES,
-    MAX_BUFFERS,
     PAGE,
     BufferSpec,
     Report,
@@ -81,10 +80,13 @@ SCHEDULES = ("fifo", "lifo", *(f"random:{seed}" for seed in range(5)))
 
 MAX_THREADS = 1024
 MAX_THREADGROUP_BYTES = 32768
-# Bytes that no memory is likely to hold, of outputs and of other memory, in the first and in the second
-# run of a check. 0xFF is what the compiler gives to uninitialised locals as well: as a float it is a NaN with
-# all bits set, which arithmetic hands on and never makes itself.
-_POISONS = ((0xFF, 0xFF), (0x5A, 0xA5))
+# The bytes that outputs and other memory hold before anything wrote them, in the first and in the second run
+# of a check. Floats made of them are large, below zero in the first run (about -3e16, as half -219) and above
+# it in the second (6e17, 235), so that a minimum, a maximum or a comparison takes one of them. Integers
+# differ in sign and parity, and a bool is neither true nor false.
+_POISONS = ((0xD6, 0xDA), (0x57, 0x5B))
+# Metal's argument table.
+MAX_METAL_BUFFERS = 31
 
 _NUMPY = {
     mx.bool_: np.bool_,
@@ -101,7 +103,6 @@ _NUMPY = {
     mx.float32: np.float32,
     mx.complex64: np.complex64,
 }
-_FLOATS = (mx.float16, mx.bfloat16, mx.float32, mx.complex64)
 
 _KINDS: dict[int, type[HostKernelError]] = {  # Kind in hostrt/runtime.h
     1: OutOfBounds,
@@ -111,6 +112,7 @@ _KINDS: dict[int, type[HostKernelError]] = {  # Kind in hostrt/runtime.h
     5: IndexOverflow,
     6: KernelCrash,
     7: Timeout,
+    8: UninitializedRead,
 }
 
 _default_schedule: ContextVar[str] = ContextVar("lily_host_schedule", default="fifo")
@@ -259,21 +261,21 @@ class HostKernel:
         Args:
             schedule: the order of threads: "fifo", "lifo" or "random:SEED". None: "fifo", unless
                 :func:`check_schedules` is at work.
-            check: run twice, or three times with outputs that are not floats, with the compiler's bounds and
-                overflow checks, and compare. Without, the launch is faster, and still confined to its
-                buffers; and a barrier does not wait for threads that have ended, as on Apple's GPUs, though
-                Metal asks that every thread reaches it.
+            check: run twice, with the compiler's bounds and overflow checks, and compare. Without, the launch
+                is faster, and still confined to its buffers; and a barrier does not wait for threads that
+                have ended, as on Apple's GPUs, though Metal asks that every thread reaches it.
             time_limit: seconds that one run may take.
 
         Returns:
             The outputs, evaluated.
 
         Raises:
-            CompileError: the source does not compile, or needs more than 32,768 bytes of threadgroup memory.
+            CompileError: the source does not compile, or needs more than 32,768 bytes of threadgroup memory
+                or more than 31 buffers.
             OutOfBounds, UnwrittenOutput, UninitializedRead, BarrierMismatch, DivergentSimd, InactiveLaneRead,
             IndexOverflow, KernelCrash, Timeout: a fault of the kernel.
-            HostKernelError: the call is inside ``mx.compile`` or another transformation, where arrays have
-                no values.
+            HostKernelError: the call is inside ``mx.compile`` or ``mx.vmap``, where arrays have no values; or
+                ``mx.grad``, ``mx.vjp`` or ``mx.jvp`` needs its derivative, which MLX's have not either.
             ValueError: grid, threadgroup, shapes or schedule cannot be launched.
         """
         if not len(output_shapes) == len(output_dtypes) == len(self.output_names):
@@ -295,17 +297,14 @@ class HostKernel:
             how = grid, threadgroup, order, time_limit, check
             first = launch.run(library, *how, _POISONS[0], "end")
             if check:
-                second = launch.run(library, *how, _POISONS[1], "start")
-                launch.compare(first, second)
-                if not all(dtype in _FLOATS for dtype in output_dtypes):
-                    zeroed = launch.run(self._library(variant, "zeroed"), *how, _POISONS[0], "end")
-                    launch.compare_integers(first, zeroed)
+                launch.compare(first, launch.run(library, *how, _POISONS[1], "start"))
         if (record := _recorder.get()) is not None:
             record.append(_Launch(self.name, self.output_names, tuple(output_dtypes), tuple(first)))
-        return [
+        outputs = [
             _to_mlx(data, shape, dtype)
             for data, shape, dtype in zip(first, output_shapes, output_dtypes, strict=True)
         ]
+        return _without_derivative(self.name, arrays, outputs)
 
     def _evaluated(self, inputs: Sequence[Any]) -> list[mx.array]:
         if len(inputs) != len(self.input_names):
@@ -413,8 +412,11 @@ class HostKernel:
                 parameters.append(self._parameter(match[1]))
             else:
                 order.append(match[2])
-        if len(parameters) > MAX_BUFFERS:
-            raise ValueError(f"kernel {self.name!r} has over {MAX_BUFFERS} buffers")
+        if len(parameters) > MAX_METAL_BUFFERS:
+            raise CompileError(
+                f"{len(parameters)} buffers, shapes and strides among them; Metal has {MAX_METAL_BUFFERS}",
+                kernel=self.name,
+            )
         return _Variant(
             entry=entry,
             signature=re.sub(r" ?\[\[[^\]]*\]\]", "", signature),
@@ -758,38 +760,34 @@ class _Arguments:
                     element=element,
                 )
             tainted = (a != b).any(axis=1)
-            if dtype in _FLOATS and not tainted.any():
-                tainted = (a == _POISONS[0][0]).all(axis=1)
-                if tainted.any() and not self._inputs_are_numbers():
-                    continue
-            self._refuse(name, tainted)
+            if tainted.any():
+                element = int(tainted.argmax())
+                raise UninitializedRead(
+                    f"element {element} of {name!r} depends on memory that was never written, such as a "
+                    f"local, or threadgroup memory before the barrier "
+                    f"({int(tainted.sum())} of {len(tainted)})",
+                    kernel=self.kernel.name,
+                    buffer=name,
+                    element=element,
+                )
 
-    def compare_integers(self, first: list[np.ndarray], zeroed: list[np.ndarray]) -> None:
-        """Compare with a run whose locals started at zero, where no NaN would show that a local was not set.
 
-        Raises:
-            UninitializedRead: an output that is no float differs.
-        """
-        for name, dtype, a, b in zip(
-            self.kernel.output_names, self.output_dtypes, first, zeroed, strict=True
-        ):
-            if dtype not in _FLOATS:
-                self._refuse(name, (a != b).reshape(-1, dtype.size).any(axis=1))
+def _without_derivative(kernel: str, inputs: list[mx.array], outputs: list[mx.array]) -> list[mx.array]:
+    """``outputs`` as a function of ``inputs`` whose derivatives are refused; MLX takes them for constants."""
 
-    def _refuse(self, name: str, tainted: np.ndarray) -> None:
-        """Raise if an element of output ``name`` is tainted."""
-        if tainted.any():
-            element = int(tainted.argmax())
-            raise UninitializedRead(
-                f"element {element} of {name!r} depends on memory that was never written, such as a local, "
-                f"or threadgroup memory before the barrier ({int(tainted.sum())} of {len(tainted)})",
-                kernel=self.kernel.name,
-                buffer=name,
-                element=element,
-            )
+    def refuse(*_: Any) -> None:
+        raise HostKernelError(
+            "a kernel has no derivative, neither here nor as mx.fast.metal_kernel; give it one with "
+            "mx.custom_function",
+            kernel=kernel,
+        )
 
-    def _inputs_are_numbers(self) -> bool:
-        return not any(a.dtype in _FLOATS and bool(mx.isnan(a).any()) for a in self.arrays)
+    launched: Any = mx.custom_function(lambda *_: outputs)
+    launched.vjp(refuse)
+    launched.jvp(refuse)
+    result = list(launched(*inputs)) if inputs else outputs
+    mx.eval(result)
+    return result
 
 
 def _evaluated(array: mx.array) -> mx.array:

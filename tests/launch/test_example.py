@@ -71,9 +71,7 @@ NOT_REPORTED = {
         "out[i] = a[63 - i];"
     ),
     "return before a barrier": f"if (i > 40) {{ out[i] = 0; return; }}\n{BARRIER}out[i] = x[i];",
-    "what was never written in a max": "float m;\nm = max(m, x[i]);\nout[i] = m;",
-    "an integer never written in a float output": "int n;\nout[i] = n;",
-    "a local array through a pointer": "float a[4] = {1, 2, 3, 4};\nthread float* p = a;\nout[i] = p[i % 5];",
+    "a shift that loses bits": "int k = (int(i) + 1) << 27;\nout[i] = x[k >> 27 & 31];",
     "a sum of unsigned that wraps": "uint k = 4294967290u + i;\nout[i] = x[k % 64];",
     "a large stride that wraps": "uint stride = 1u << 25, k = i * stride * 4;\nout[i] = x[k % 64];",
     "a wrong index inside a buffer": "out[i] = x[i == 7 ? 8 : i];",

@@ -116,6 +116,28 @@ def test_bad_index_of_a_local_array():
 
 
 @pytest.mark.parametrize(
+    ("array", "size"),
+    [
+        ("metal::array<T, 4> a", 4),
+        ("struct Row { T a[4]; } row; thread auto& a = row.a", 4),
+        ("vec<T, 4> a", 4),
+        ("packed_vec<T, 4> a", 4),
+        ("vec<T, 3> a", 3),
+        ("struct Rows { int n; T a[4]; } rows; thread auto& a = rows.a", 4),
+        ("matrix<float, 4, 4> m; thread auto& a = m[i % 4]", 4),
+    ],
+)
+@pytest.mark.parametrize("store", [False, True])
+def test_an_index_past_the_end_of_a_small_type(array, size, store):
+    fill = f"{array};\nfor (int k = 0; k < {size}; ++k) a[k] = T(k);\n"
+    good = f"{INDEX}{fill}out[i] = a[i % {size}];"
+    assert launch(good, grid=N).tolist() == [i % size for i in range(N)]
+    line = f"a[i % {size + 1}] = 1;\nout[i] = a[0];" if store else f"out[i] = a[i % {size + 1}];"
+    error = fails(host.OutOfBounds, f"{INDEX}{fill}{line}")
+    assert (error.file, error.line, error.thread) == ("planted.metal", 4, (size, 0, 0))
+
+
+@pytest.mark.parametrize(
     ("index", "array", "where"),
     [
         ("32", "first", "behind"),
@@ -125,20 +147,32 @@ def test_bad_index_of_a_local_array():
     ],
 )
 def test_threadgroup_array_through_a_pointer(index, array, where):
-    """The compiler sees no array here: red zones do."""
+    """The compiler sees no array here, and does not know the address: red zones are watched for writes."""
     header = "template <typename P>\nvoid put(P p, int k) {\n  p[k] = 1;\n}\n"
     source = f"""
 uint i = thread_position_in_grid.x;
 threadgroup T first[32];
 threadgroup T second[33];
 first[i % 32] = second[i % 32] = x[i];
-if (i == 7) put((threadgroup T*){array}, {index});
+thread void* volatile hidden = (thread void*){array};
+if (i == 7) put((threadgroup T*)hidden, {index});
 threadgroup_barrier(mem_flags::mem_threadgroup);
 out[i] = first[i % 32] + second[i % 32];"""
     error = fails(host.OutOfBounds, source, header=header)
     assert f"{where} the " in str(error)
     assert f"'{array}'" in str(error)
-    assert (error.thread, error.line) == ((7, 0, 0), 7)
+    assert (error.thread, error.line) == ((7, 0, 0), 8)
+
+
+@pytest.mark.parametrize("space", ["threadgroup", "thread"])
+@pytest.mark.parametrize(("access", "line"), [("p[k] = 1;", 3), ("p[0] = p[k];", 3)])
+@pytest.mark.parametrize("index", ["i == 7 ? 32 : 5", "i == 7 ? -1 : 5"])
+def test_array_through_a_pointer(space, access, line, index):
+    header = f"template <typename P>\nvoid use(P p, int k) {{\n  {access}\n}}\n"
+    source = f"{INDEX}{space} T a[32];\nfor (int k = 0; k < 32; ++k) a[k] = x[k];\n"
+    source += f"use(({space} T*)a, {index});\nout[i] = a[i % 32];"
+    error = fails(host.OutOfBounds, source, header=header, threadgroup=32)
+    assert (error.file, error.line, error.thread) == ("planted.h", line, (7, 0, 0))
 
 
 def test_header_lines_have_their_own_file():
@@ -191,6 +225,51 @@ out[i] = a[63 - i];"""
 def test_uninitialised_local(dtype):
     source = INDEX + "T total;\nfor (uint k = 0; k < i; ++k) total = max(total, x[k]);\nout[i] = total;"
     assert fails(host.UninitializedRead, source, dtype=dtype).buffer == "out"
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.int32])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "int n;\nif (i > 99) n = 3;\nout[i] = T(n % 64);",
+        "uint n;\nif (i > 99) n = 3;\nout[i] = x[n & 1];",
+        "T m;\nm = max(m, x[i]);\nout[i] = m;",
+        "T m;\nm = min(m, x[i]);\nout[i] = m;",
+        "threadgroup T a[64];\nif (i != 9) a[i] = x[i];\n"
+        "threadgroup_barrier(mem_flags::mem_threadgroup);\nT m = 0;\n"
+        "for (int k = 0; k < 64; ++k) m = max(m, a[k]);\nout[i] = m;",
+        "vec<T, 4> v;\nv.xyz = vec<T, 3>(x[i]);\nout[i] = v.w + v.x;",
+        "struct { int a; T b; } s;\ns.a = 1;\nout[i] = s.b;",
+        "metal::array<T, 4> a;\na[0] = x[i];\nout[i] = a[i % 4];",
+    ],
+)
+def test_what_nothing_wrote_cannot_hide(body, dtype):
+    error = fails(host.UninitializedRead, INDEX + body, dtype=dtype, threadgroup=64)
+    assert error.buffer == "out"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "bool found;\nif (i > 99) found = true;\nout[i] = found ? 1 : 0;",
+        "bool found[4];\nfound[0] = false;\nout[i] = found[i % 4] ? 1 : 0;",
+        "struct { bool a, b; } s;\ns.a = true;\nout[i] = s.a && s.b ? 1 : 0;",
+        "threadgroup bool seen[64];\nif (i != 9) seen[i] = true;\nout[i] = seen[i] ? 1 : 0;",
+    ],
+)
+def test_uninitialised_bool(body):
+    error = fails(host.UninitializedRead, INDEX + body)
+    assert error.file == "planted.metal"
+    assert error.line == body.count("\n") + 2
+
+
+def test_a_value_with_the_bits_of_a_poison_is_a_value():
+    bits = [0xFFFFFFFF, 0xDADADADA, 0x5B5B5B5B, 0xD6D6D6D6, 0x57575757, 0xAAAAAAAA] + [7] * (N - 6)
+    x = mx.array(bits, mx.uint32).view(mx.float32)
+    body = f"{INDEX}threadgroup T a[64];\na[i] = x[i];\nT b = a[i];\nout[i] = b;"
+    assert launch(body, x=x).view(mx.uint32).tolist() == bits
+    computed = f"{INDEX}out[i] = as_type<float>(0xfffffff0u | i);"
+    assert launch(computed).view(mx.uint32).tolist() == [0xFFFFFFF0 | i for i in range(N)]
 
 
 # --------------------------------------------------------------------------------------------- races
@@ -311,6 +390,83 @@ def test_barrier_mismatch(body, lines, schedule):
     assert error.file == "planted.metal"
 
 
+HELPER = """template <typename T>
+T total(T s) {
+  return simd_sum(s) + T(1);
+}
+template <typename T>
+T deeper(T s) {
+  T t = total(s * 2);
+  return t + total(s);
+}
+struct Sum {
+  int n;
+  METAL_FUNC float of(float s) thread {
+    threadgroup_barrier(mem_flags::mem_none);
+    return s + n;
+  }
+};
+template <typename T>
+inline void meet(threadgroup T* a, T s) {
+  a[0] = s;
+  threadgroup_barrier(mem_flags::mem_none);
+}
+"""
+
+
+@pytest.mark.parametrize("schedule", ["fifo", "lifo", "random:3"])
+@pytest.mark.parametrize("helper", ["total", "deeper"])
+@pytest.mark.parametrize(
+    ("body", "lines"),
+    [
+        ("T s = x[i];\nif (i % 2) s = {0}(s);\nelse s = {0}(s + 1);\nout[i] = s;", (3, 4)),
+        ("T s = x[i];\nif (i % 32 < 3) s = {0}(s);\nelse {{\n  s = {0}(s);\n}}\nout[i] = s;", (3, 5)),
+        ("T s = x[i];\ns = i % 2 ? {0}(s) : {0}(-s);\nout[i] = s;", (3,)),
+        (
+            "T s = x[i];\nswitch (i % 2) {{\n  case 0: s = {0}(s); break;\n"
+            "  default: s = {0}(s);\n}}\nout[i] = s;",
+            (4, 5),
+        ),
+    ],
+)
+def test_divergent_operation_of_a_helper(body, lines, helper, schedule):
+    error = fails(host.DivergentSimd, INDEX + body.format(helper), header=HELPER, schedule=schedule)
+    assert error.line in lines
+    assert error.file == "planted.metal"
+    assert "simd_sum" in str(error)
+
+
+@pytest.mark.parametrize("schedule", ["fifo", "lifo", "random:3"])
+@pytest.mark.parametrize("call", ["sum.of(x[i])", "meet(a, x[i])"])
+def test_divergent_barrier_of_a_helper(call, schedule):
+    before = f"{INDEX}threadgroup T a[1];\nSum sum{{1}};\n"
+    for condition in ("i % 2", "i % 64 < 32"):
+        body = f"{before}if ({condition}) {call};\nelse {call};\nout[i] = x[i];"
+        error = fails(host.BarrierMismatch, body, header=HELPER, threadgroup=64, schedule=schedule)
+        assert error.line in (4, 5)
+        assert error.file == "planted.metal"
+
+
+@pytest.mark.parametrize("schedule", host.SCHEDULES)
+def test_helpers_that_meet_are_clean(schedule):
+    """Calls in uniform branches, loops that the compiler may copy, and lanes that left by a return."""
+    body = """
+uint lane = thread_index_in_simdgroup;
+T s = x[i];
+threadgroup T a[64];
+if (i < 32) s = total(s);
+else s = deeper(s);
+for (uint k = 0; k < 5; ++k) {
+  s = total(s) / 64;
+  if (lane == 0) a[k] = s;
+  meet(a + 8, s);
+}
+for (uint k = 0; k < i / 32 + 2; ++k) s = deeper(s) / 128;
+if (lane > 20) { out[i] = 1; return; }
+out[i] = total(s) + a[3] * 0;"""
+    launch(INDEX + body, header=HELPER, threadgroup=64, schedule=schedule)
+
+
 @pytest.mark.parametrize("schedule", ["fifo", "lifo", "random:3"])
 def test_barrier_that_some_lanes_skip(schedule):
     """MLX's gemv has one. Metal forbids it, Apple's GPUs allow it: so it runs when asked not to check."""
@@ -356,6 +512,31 @@ def test_hashing_is_no_overflow():
     assert out.tolist() == expected
 
 
+def test_a_shift_takes_its_amount_modulo_the_width():
+    """As in OpenCL C, only the lowest bits of an amount count."""
+    body = """
+uint n = i + uint(x[0]) * 0;
+uint a = 0x80000001u;
+ulong b = 0x8000000000000001ul;
+uint4 v = uint4(a, 1, 2, 3) << n;
+out[i] = (a >> n) ^ (uint(int(a) >> n) * 3) ^ ((a << n) * 5) ^ (uint(b >> n) * 7) ^ (v.y * 11)
+    ^ uint(b << (n + 64));"""
+    got = launch(INDEX + body, dtype=mx.uint32)
+    want = []
+    for i in range(N):
+        a, b, s = 0x80000001, 0x8000000000000001, i % 32
+        arithmetic = (a - 2**32) >> s
+        terms = [a >> s, arithmetic * 3, (a << s) % 2**32 * 5, (b >> i) % 2**32 * 7, (1 << s) * 11, b << i]
+        value = 0
+        for term in terms:
+            value ^= term % 2**32
+        want.append(value)
+    assert got.tolist() == want
+    assert launch(f"{INDEX}out[i] = (1 << int(i)) < 0 ? 1 : 0;").tolist() == [
+        float(i % 32 == 31) for i in range(N)
+    ]
+
+
 # ------------------------------------------------------------------------------- crashes and their end
 
 
@@ -373,6 +554,52 @@ def test_a_crash_spares_the_interpreter(body, error, line):
     assert (caught.file, caught.line) == ("planted.metal", line)
     assert caught.thread is not None
     assert launch(f"{INDEX}out[i] = x[i];").tolist() == list(range(N))
+
+
+SPINS = {
+    "simd operation": ("T s = x[i];\n", "while (simd_sum(s) >= 0) {\n  s += 0;\n}\n", (3, 4)),
+    "barrier": ("", "for (;;) {\n  threadgroup_barrier(mem_flags::mem_none);\n}\n", (2, 3)),
+    "function of the C library": ("T s = x[i];\n", "while (s < 100) {\n  s = sin(s + 1);\n}\n", (3, 4)),
+    "helper": ("T s = x[i];\n", "s = spin(s);\n", (3,)),
+    "helper that waits": ("T s = x[i];\n", "while (true) {\n  s = total(s) * 0;\n}\n", (3, 4)),
+    "atomic": (
+        "threadgroup atomic_uint ready[1];\natomic_store_explicit(ready, 0u, memory_order_relaxed);\n",
+        "while (atomic_load_explicit(ready, memory_order_relaxed) == 0u) {\n}\n",
+        (4, 5),
+    ),
+    "long loop": (
+        "T s = x[i];\n",
+        "for (uint k = 0; k < 4000000000u; ++k)\n  s = s * T(1.5) + x[k % 64];\nout[i] = s;\n",
+        (3, 4),
+    ),
+    "step by a simd operation": (
+        "T s = x[i];\n",
+        "for (uint k = 0; k < 4000000000u; k += simd_max(1))\n  s += x[k % 64];\n",
+        (3, 4),
+    ),
+}
+
+
+SPIN = """#line 1 "spin.h"
+float spin(float s) {
+  float t = s;
+  while (t >= 0) t = cos(t) + 2;
+  return t;
+}
+"""
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("case", SPINS)
+def test_a_timeout_names_the_line_of_the_loop(case, check):
+    before, loop, lines = SPINS[case]
+    header = HELPER + SPIN
+    files = {"helper": {("spin.h", 3)}, "helper that waits": {("planted.h", 2), ("planted.h", 3)}}
+    allowed = {("planted.metal", line) for line in lines} | files.get(case, set())
+    body = f"{INDEX}{before}{loop}out[i] = T(i) + x[0];"
+    error = fails(host.Timeout, body, header=header, check=check, time_limit=0.11, threadgroup=64)
+    assert (error.file, error.line) in allowed
+    assert error.thread is not None
 
 
 def test_endless_recursion():

@@ -216,6 +216,50 @@ def test_calls_that_cannot_be_launched(change, words):
         run("out[0] = a;", options.pop("inputs"), names=["a"], **options)
 
 
+def half_of(a):
+    return run(f"{INDEX}out[i] = a[i] / 2;", [a], shapes=[a.shape], dtypes=[a.dtype], grid=(a.size, 1, 1))[0]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda a: mx.grad(lambda a: half_of(a).sum())(a),
+        lambda a: mx.value_and_grad(lambda a: half_of(a * a).sum())(a),
+        lambda a: mx.vjp(lambda a: half_of(a), [a], [a]),
+        lambda a: mx.jvp(lambda a: half_of(a), [a], [a]),
+        lambda a: mx.vmap(half_of)(a[None]),
+        lambda a: mx.compile(half_of)(a),
+    ],
+)
+def test_a_transformation_that_it_cannot_follow_is_refused(transform):
+    with pytest.raises(host.HostKernelError, match=r"derivative|mx\.compile"):
+        transform(mx.ones((8,)))
+
+
+def test_derivatives_that_do_not_need_the_kernels():
+    a = mx.arange(8, dtype=mx.float32)
+    assert mx.grad(lambda w: (w * half_of(a)).sum())(mx.ones((8,))).tolist() == (a / 2).tolist()
+
+    @mx.custom_function
+    def halved(a):
+        return half_of(a)
+
+    halved.vjp(lambda primal, cotangent, output: cotangent / 2)
+    assert mx.grad(lambda a: halved(a).sum())(a).tolist() == [0.5] * 8
+
+
+def test_metal_has_31_buffers():
+    def total(n):
+        names = [f"in{k}" for k in range(n)]
+        body = f"{INDEX}out[i] = {' + '.join(f'{name}[i]' for name in names)};"
+        inputs = [mx.full((8,), k, mx.int32) for k in range(n)]
+        return run(body, inputs, names=names, shapes=[(8,)], dtypes=[mx.int32], grid=(8, 1, 1))[0]
+
+    assert total(30).tolist() == [sum(range(30))] * 8
+    with pytest.raises(host.CompileError, match="32 buffers"):
+        total(31)
+
+
 def test_inside_compile_it_says_why():
     def double(a):
         return run(f"{INDEX}out[i] = 2 * a[i];", [a], shapes=[(3,)], dtypes=[mx.float32], grid=(3, 1, 1))[0]

@@ -195,11 +195,13 @@ def test_line_table_follows_the_loc_directives():
         "\t.loc\t2 0 0\n\tnop\n\t.loc\t2 9 1\n\tret\n"
     )
     table = compiler.add_tables(assembly)
-    assert table.count("lily_code0:") == table.count("lily_code1:") == 1
-    assert "lily_code2" not in table
+    assert all(table.count(f"lily_code{n}:") == 1 for n in range(3))
+    assert "lily_code3" not in table
     assert '.asciz "scan.metal"\n\t.asciz "scan.h"' in table
-    assert ".long 0\n\t.long 7\n" in table
-    assert ".long 1\n\t.long 9\n" in table
+    # File, line and column; line 0 has the line before it, and no column.
+    assert ".long 0\n\t.long 7\n\t.long 3\n" in table
+    assert ".long 0\n\t.long 7\n\t.long 0\n" in table
+    assert ".long 1\n\t.long 9\n\t.long 1\n" in table
 
 
 def test_simd_reductions_per_second():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import itertools
 import os
 import platform
 import re
@@ -42,8 +43,11 @@ _KERNEL_FLAGS = (
     "-fno-strict-aliasing",
     "-fno-delete-null-pointer-checks",  # so that an access through null happens, and is seen
     "-fno-finite-loops",  # a kernel's endless loop must stay one
+    "-fno-omit-frame-pointer",  # the worker tells calls apart, and names lines, by the frames of a stack
+    "-fno-optimize-sibling-calls",
     "-fstack-clash-protection",  # no frame may reach over the page that guards a fiber's stack
     "-ffp-contract=on",
+    "-ftrivial-auto-var-init=pattern",  # fill_locals() turns the pattern into the launch's poison
     "-gline-tables-only",
     "-gdwarf-4",
     "-fno-color-diagnostics",
@@ -57,15 +61,20 @@ _KERNEL_FLAGS = (
     "-Xclang",
     "-cl-single-precision-constant",
 )
-_CHECKS = "array-bounds,signed-integer-overflow,unsigned-integer-overflow,integer-divide-by-zero"
-_CHECK_FLAGS = (f"-fsanitize={_CHECKS}", f"-fsanitize-recover={_CHECKS}")
-# The builds of a kernel: plain runs fast, checked finds faults, and zeroed, whose locals start at zero, shows
-# by another result that the checked one used a local that was not set.
+_CHECKS = "array-bounds,bool,signed-integer-overflow,unsigned-integer-overflow,integer-divide-by-zero"
+# The builds of a kernel: plain runs fast, checked finds faults. An array at the end of a class has a size in
+# Metal, too. What finds a bad index through a pointer works on optimised code: it is asked for there.
 BUILDS = {
-    "plain": ("-ftrivial-auto-var-init=pattern", "-fwrapv"),
-    "checked": ("-ftrivial-auto-var-init=pattern", *_CHECK_FLAGS),
-    "zeroed": ("-ftrivial-auto-var-init=zero", *_CHECK_FLAGS),
+    "plain": ("-fwrapv",),
+    "checked": (
+        f"-fsanitize={_CHECKS}",
+        f"-fsanitize-recover={_CHECKS}",
+        "-fstrict-flex-arrays=3",
+        "-DLILY_RT_CHECKED",
+    ),
 }
+_BACKEND_FLAGS = ("-O2", "-fPIC", "-ffp-contract=on")
+_BACKEND_BUILDS = {"plain": (), "checked": ("-fsanitize=local-bounds", "-fsanitize-trap=local-bounds")}
 
 
 class CompilerError(Exception):
@@ -215,6 +224,7 @@ def worker_library() -> Path:
 
     def make(folder: Path, target: Path) -> None:
         flags = ["-std=c++20", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all"]
+        flags += ["-fno-omit-frame-pointer", "-fno-optimize-sibling-calls"]
         source = str(RUNTIME_DIR / "worker.cpp")
         _run([*compiler.library_command, "-x", "c++", *flags, "-c", source, "-o", "worker.o"], folder)
         _run([*compiler.linker, "worker.o", "-o", str(target)], folder)
@@ -256,15 +266,19 @@ def kernel_library(prefix: Source, kernel: Source, include_dirs: tuple[Path, ...
     def precompile(folder: Path, target: Path) -> None:
         # A precompiled header needs its source for as long as it is used.
         source = _cached(f"source\n{key}", ".h", lambda _, file: file.write_text(prefix.text(), "utf-8"))
-        _run([*clang, "-x", "c++-header", str(source), "-o", str(target)], folder)
+        # By content, not by date: another process may have put the same source in its place since.
+        timeless = ["-Xclang", "-fno-pch-timestamp"]
+        _run([*clang, *timeless, "-x", "c++-header", str(source), "-o", str(target)], folder)
 
     def make(folder: Path, target: Path) -> None:
-        # Clang wants the very files that it precompiled, by date, not only the same text.
-        files = [file for path in (RUNTIME_DIR, *include_dirs) for file in sorted(path.rglob("*"))]
-        dates = [file.stat().st_mtime_ns for file in files if file.suffix in ("", ".h") and file.is_file()]
-        header = _cached(f"prefix\n{dates}\n{key}", ".pch", precompile)
+        header = _cached(f"prefix\n{key}", ".pch", precompile)
         (folder / "kernel.cpp").write_text(kernel.text(), "utf-8")
-        _run([*clang, "-x", "c++", "-include-pch", str(header), "-S", "kernel.cpp", "-o", "kernel.s"], folder)
+        emit = ["-S", "-emit-llvm", "-Xclang", "-disable-llvm-passes", "kernel.cpp", "-o", "kernel.ll"]
+        _run([*clang, "-x", "c++", "-include-pch", str(header), *emit], folder)
+        code = folder / "kernel.ll"
+        code.write_text(as_metal(code.read_text("latin-1")), "latin-1")
+        backend = [*_BACKEND_FLAGS, *_BACKEND_BUILDS[build]]
+        _run([*compiler.command, *backend, "-S", "kernel.ll", "-o", "kernel.s"], folder)
         assembly = folder / "kernel.s"
         # Strings in it are bytes: any encoding that keeps them will do.
         assembly.write_text(add_tables(assembly.read_text("latin-1")), "latin-1")
@@ -274,8 +288,71 @@ def kernel_library(prefix: Source, kernel: Source, include_dirs: tuple[Path, ...
     return _cached(f"kernel\n{key}\n{kernel.key}", ".so", make)
 
 
+_SHIFT = re.compile(r"^( *%\S+ = (?:shl|lshr|ashr)(?: \w+)* i)(\d+) (\S+), ([^,\s]+)", re.M)
+_NULL_ACCESS = re.compile(r"^( *(?:%\S+ = load|store) .*, ptr) null, align", re.M)
+_AUTO_INIT = re.compile(r'^(!\d+) = !\{!"auto-init"\}$', re.M)
+_FILL, _NULL = "@lily_fill", "@lily_null"  # in entry.h
+_WILD_POINTER = "inttoptr (i64 -40841467208998 to ptr)"  # an address that no process has
+
+
+def as_metal(code: str) -> str:
+    """Change in unoptimised LLVM ``code`` where Metal differs from C++, or the launcher needs it to.
+
+    A shift uses the lowest bits of its amount, as in OpenCL C; C++ leaves larger amounts undefined. Locals
+    that start with the compiler's pattern start with the launch's poison instead. An access through null is
+    to crash, not to count as a bad index of an array of no elements.
+    """
+    counter = itertools.count()
+
+    def mask(match: re.Match[str]) -> str:
+        head, width, value, amount = match.groups()
+        last = int(width) - 1
+        if amount.isdigit():
+            return f"{head}{width} {value}, {int(amount) & last}"
+        name = f"%lily.{next(counter)}"
+        return f"  {name} = and i{width} {amount}, {last}\n{head}{width} {value}, {name}"
+
+    def fill(match: re.Match[str]) -> str:
+        name = f"%lily.{next(counter)}"
+        if store := re.match(r" *store (volatile )?(.*), ptr (\S+), align", line := match[0]):
+            kind = _type(store[2])
+            value = _WILD_POINTER if kind == "ptr" else name
+            load = "" if kind == "ptr" else f"  {name} = load {kind}, ptr {_FILL}, align 1\n"
+            return f"{load}  store {store[1] or ''}{kind} {value}, ptr {store[3]}, align 1"
+        call = re.match(r" *call void @llvm\.mem(?:set|cpy)\.[^(]*\((ptr [^,]*), [^,]*, i64 (\d+),", line)
+        if call is None:
+            return line
+        load = f"  {name} = load i8, ptr {_FILL}, align 1\n"
+        return f"{load}  call void @llvm.memset.p0.i64({call[1]}, i8 {name}, i64 {call[2]}, i1 false)"
+
+    def hide_null(match: re.Match[str]) -> str:
+        name = f"%lily.{next(counter)}"
+        return f"  {name} = load ptr, ptr {_NULL}, align 8\n{match[1]} {name}, align"
+
+    code = _NULL_ACCESS.sub(hide_null, _SHIFT.sub(mask, code))
+    if annotation := _AUTO_INIT.search(code):
+        code = re.sub(rf"^.* !annotation {annotation[1]}$", fill, code, flags=re.M)
+        if "declare void @llvm.memset.p0.i64(" not in code:
+            code += "\ndeclare void @llvm.memset.p0.i64(ptr, i8, i64, i1)\n"
+    return code
+
+
+def _type(typed: str) -> str:
+    """The type in front of an LLVM constant: ``[2 x float]`` of ``[2 x float] zeroinitializer``."""
+    depth, quoted = 0, False
+    for i, letter in enumerate(typed):
+        quoted ^= letter == '"'
+        if not quoted:
+            depth += (letter in "[{<") - (letter in "]}>")
+            if letter == " " and not depth:
+                return typed[:i]
+    return typed
+
+
 _FILE = re.compile(r'^\s*\.file\s+(\d+) "((?:[^"\\]|\\.)*)"(?: "((?:[^"\\]|\\.)*)")?', re.M)
-_LOC = re.compile(r"^\s*\.loc\s+(\d+) (\d+)[^\n]*\n|^[^\n]*-- Begin function [^\n]*\n", re.M)
+_LOC = re.compile(
+    r"^\s*\.loc\s+(\d+) (\d+) (\d+)[^\n]*\n|^[^\n]*-- Begin function [^\n]*\n|^\.?Lfunc_(end)\d+:\n", re.M
+)
 _SECTION = re.compile(r"^(?=\s*\.(?:section|text|data|bss)\b)", re.M)
 _VARIABLE = re.compile(r"^([^\s:]+):[^\n]*\n\s*\.(?:zero|space)\s+(\d+)[^\n]*\n", re.M)
 RED_ZONE_BYTES = 64  # red_zone_bytes in worker.cpp
@@ -284,16 +361,20 @@ RED_ZONE_BYTES = 64  # red_zone_bytes in worker.cpp
 def add_tables(assembly: str) -> str:
     """Append to a kernel's ``assembly`` what the worker needs to know of it.
 
-    The first table has (instruction, file, line), made from the ``.loc`` directives, to name the line of a
-    fault. Debug information itself would need a parser per object format, and macOS keeps it out of shared
-    libraries. Each function starts with an entry of line 0, which those without debug information keep.
+    The first table has (instruction, file, line, column), made from the ``.loc`` directives, to name the line
+    of a fault. Debug information itself would need a parser per object format, and macOS keeps it out of
+    shared libraries. Each function starts with an entry of line 0, which those without debug information
+    keep, and ends with one of line 0 and column 1. Code that the compiler gives no line has the line before
+    it, and column 0.
 
     The second has (address, bytes) of the threadgroup variables, each of which also gets a red zone.
     """
-    names = {int(m[1]): m[3] or m[2] for m in _FILE.finditer(assembly)}
+    # What the precompiled header holds was found in a folder that is gone.
+    names = {int(m[1]): re.sub(r".*\bbuild-\w+/", "", m[3] or m[2]) for m in _FILE.finditer(assembly)}
     order = {number: i for i, number in enumerate(sorted(names))}
     local = "L" if DARWIN else ".L"
     lines: list[str] = []
+    before = (0, 0)  # the file and line of the code before
     variables: list[tuple[str, str]] = []
 
     def row(table: str, n: int, target: str, *values: int) -> str:
@@ -301,18 +382,21 @@ def add_tables(assembly: str) -> str:
         return f"{local}lily_{table}{n}:\n\t.long {target}-{local}lily_{table}{n}\n{fields}"
 
     def mark_line(match: re.Match[str]) -> str:
-        file, line = (order.get(int(match[1])), int(match[2])) if match[1] else (0, 0)
-        if file is None or (match[1] and line == 0):  # code of no line belongs to the line before
-            return match[0]
+        nonlocal before
+        column = 1 if match[4] else 0
+        if not match[1]:
+            before = 0, 0
+        elif (line := int(match[2])) and (file := order.get(int(match[1]))) is not None:
+            before, column = (file, line), int(match[3])
         code = f"{local}lily_code{len(lines)}"
-        lines.append(row("line", len(lines), code, file, line))
+        lines.append(row("line", len(lines), code, *before, column))
         return f"{match[0]}{code}:\n"
 
     def mark_variable(match: re.Match[str]) -> str:
         place = f"{local}lily_variable{len(variables)}"
-        before = "" if variables else f"\t.zero {RED_ZONE_BYTES}\n"
+        zone = "" if variables else f"\t.zero {RED_ZONE_BYTES}\n"
         variables.append((row("array", len(variables), place, int(match[2])), _local_name(match[1])))
-        return f"{before}{place}:\n{match[0]}\t.zero {RED_ZONE_BYTES}\n"
+        return f"{zone}{place}:\n{match[0]}\t.zero {RED_ZONE_BYTES}\n"
 
     marked = "".join(
         _VARIABLE.sub(mark_variable, part) if "lily_tg" in part.split("\n", 1)[0] else part

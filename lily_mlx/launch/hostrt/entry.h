@@ -14,6 +14,14 @@ extern "C" __attribute__((weak, visibility("hidden"))) lily::rt::u8 lily_threadg
 extern "C" __attribute__((visibility("default"))) lily::rt::u8* const lily_threadgroup_range[2] = {
     lily_threadgroup_begin, lily_threadgroup_end};
 
+// What as_metal() in compiler.py fills locals from, and a null pointer that the compiler does not see through.
+extern "C" __attribute__((visibility("hidden"))) lily::rt::u8 lily_fill[];
+lily::rt::u8 lily_fill[256];
+extern "C" __attribute__((visibility("hidden"))) void* lily_null;
+void* lily_null;
+extern "C" __attribute__((visibility("default"))) lily::rt::u8* const lily_fill_range[2] = {
+    lily_fill, lily_fill + sizeof lily_fill};
+
 const lily::rt::Host* lily::rt::lily_host;
 extern "C" __attribute__((visibility("default"))) void lily_bind(const lily::rt::Host* host) {
   lily::rt::lily_host = host;
@@ -85,4 +93,7 @@ LILY_CHECK __ubsan_handle_divrem_overflow(lily::rt::CheckData* data, lily::rt::s
 }
 LILY_CHECK __ubsan_handle_out_of_bounds(lily::rt::CheckData* data, lily::rt::size) {
   lily::rt::check_failed(*data, lily::rt::Kind::out_of_bounds, "array index out of bounds");
+}
+LILY_CHECK __ubsan_handle_load_invalid_value(lily::rt::CheckData* data, lily::rt::size) {
+  lily::rt::check_failed(*data, lily::rt::Kind::uninitialized, "read of a bool that was never written");
 }

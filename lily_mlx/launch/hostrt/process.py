@@ -155,9 +155,11 @@ class Worker:
             grid, threadgroup: in threads, (x, y, z).
             buffers: the kernel's arguments in order.
             schedule: as :func:`parse_schedule` gives it.
-            poison: the bytes that fill the buffers to be poisoned, and threadgroup memory.
+            poison: the bytes that fill memory which nothing wrote: the buffers to be poisoned; and
+                threadgroup memory, locals and what else lies on a stack.
             time_limit: seconds.
-            check: watch the ends of threadgroup variables, and that every thread reaches every barrier.
+            check: the library is the checked build. Watch the ends of threadgroup variables, the calls by
+                which lanes reach a collective, and that every thread reaches every barrier.
 
         Returns:
             None, or what went wrong.

@@ -21,6 +21,14 @@
 #define LILY_RT_THREADGROUP __attribute__((section("lily_tg"), aligned(16)))
 #endif
 
+// The rewriter marks the functions that may reach a collective. In the checked build each keeps a frame of its
+// own, so that the frames of a stack say by which calls a lane came there.
+#if defined(LILY_RT_CHECKED)
+#define LILY_RT_CALLS __attribute__((noinline, nomerge))
+#else
+#define LILY_RT_CALLS
+#endif
+
 namespace lily::rt {
 
 using u8 = unsigned char;
@@ -66,9 +74,11 @@ enum class Kind : u32 {
   index_overflow = 5,
   crash = 6,
   timeout = 7,
+  uninitialized = 8,
 };
 
-// The MSL name of a simd operation, a string literal: "simd_sum". Lanes meet only at the same name and line.
+// The MSL name of a simd operation, a string literal: "simd_sum". Lanes meet only at the same name and line,
+// and in the checked build by the same calls.
 using Op = const char*;
 
 // Runs once per collective, in the lane that arrives last. `values` holds the deposits of the 32 lanes,
@@ -92,10 +102,17 @@ LILY_RT_INLINE const ThreadInfo& thread() { return **lily_host->current; }
 LILY_RT_INLINE const GroupInfo& group() { return *lily_host->group; }
 LILY_RT_INLINE u32 lane() { return thread().thread_index_in_simdgroup; }
 
-// Ends the launch with a report at this line of the current thread's kernel code.
+// Ends the launch with a report at this line of the current thread's kernel code; 0: the line that it is in.
 [[noreturn]] LILY_RT_INLINE void fault(Kind kind, int line, const char* message) {
   lily_host->fault(kind, line, nullptr, message);
   __builtin_unreachable();
+}
+
+// Ends the launch of a checked build unless index < n.
+LILY_RT_INLINE constexpr void check_index([[maybe_unused]] size index, [[maybe_unused]] size n) {
+#if defined(LILY_RT_CHECKED)
+  if (index >= n) fault(Kind::out_of_bounds, 0, "index out of bounds");
+#endif
 }
 
 // Rendezvous of the active lanes of a simdgroup: those that have not left by a `return` statement. Each

@@ -7,6 +7,8 @@ information and ``__builtin_LINE`` name lines of the Metal source:
   becomes a constant whose value :func:`function_constants` sets;
 - address spaces go in host mode and become real types in strict mode;
 - ``threadgroup T x[n];`` becomes a static in the section that the runtime poisons;
+- in host mode, functions that may reach a simd operation or a barrier are marked, for the runtime to tell
+  calls apart;
 - of definitions that differ only in address spaces the first is kept: the others would be redefinitions;
 - ``static_cast<T>(x)`` and ``T(x)`` become calls that know the conversions between half and bfloat;
 - swizzles become member calls, literals such as ``1.0h`` become constructor calls.
@@ -54,6 +56,10 @@ _SCALARS = _BUILTIN_TYPES - {"auto"} | {
     *("uchar", "ushort", "uint", "ulong", "size_t", "ptrdiff_t"),
     *(f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)),
 }
+# What makes lanes or threads wait for one another; ".run(" of a tensor operation does, too.
+_COLLECTIVE = re.compile(
+    r"(?:__metal_)?(?:simd|quad)_\w+|simdgroup_(?:barrier|load|store|multiply\w*)|threadgroup_barrier"
+)
 # What begins a member that is not data.
 _NO_DATA = frozenset(
     ("using", "typedef", "static", "friend", "enum", "template", "static_assert", "constexpr", "inline")
@@ -81,6 +87,7 @@ def translate(source: str, *, mode: Mode = "host") -> str:
     _blank_attributes(tokens)
     if mode == "host":
         _collapse_overloads(tokens)
+        _mark_calls(tokens)
     else:
         _qualify_classes(tokens)
         _decay_operands(tokens)
@@ -323,6 +330,50 @@ def _collapse_overloads(tokens: list[_Token]) -> None:
         first_spaces, conditions = kept.setdefault(key, (spaces, declaration.conditions))
         if first_spaces != spaces and declaration.conditions[: len(conditions)] == conditions:
             code.blank(declaration.first, declaration.last)
+
+
+def _mark_calls(tokens: list[_Token]) -> None:
+    """Mark the functions that contain a collective, or the name of a function that is marked."""
+    code = _Code(tokens)
+    functions: list[tuple[int, str, set[str]]] = []  # where it starts, its name, the names in its body
+    reaching: set[str] = set()
+    for declaration in _declarations(code):
+        start = declaration.first
+        while code.words[start] == "template" and code.words[start + 1] == "<":
+            start = code.after_angles(start + 1)
+        if code.words[declaration.last] != "}" or (name := _function_name(code, start)) is None:
+            continue
+        body = code.words[declaration.end : declaration.last]
+        functions.append((start, name, set(body)))
+        if any(_COLLECTIVE.fullmatch(word) for word in body) or ".run(" in "".join(body):
+            reaching.add(name)
+    count = -1
+    while count != len(reaching):
+        count = len(reaching)
+        reaching.update(name for _, name, body in functions if body & reaching)
+    for start, name, _ in functions:
+        if name in reaching:
+            code.tokens[start].before += "LILY_RT_CALLS "
+
+
+def _function_name(code: _Code, i: int) -> str | None:
+    """The name of the function whose declaration starts at i, None for operators and classes."""
+    while i < len(code) and code.words[i] not in (
+        ";",
+        "{",
+        "operator",
+        "struct",
+        "class",
+        "union",
+        "requires",
+    ):
+        if code.words[i] == "(" and code.words[i - 1] not in ("__attribute__", "decltype", "alignas"):
+            return code.words[i - 1]
+        if code.words[i] == "<":
+            i = code.after_angles(i)
+        else:
+            i = code.match[i] + 1 if code.words[i] in _CLOSING else i + 1
+    return None
 
 
 def _without_spaces(words: tuple[str, ...]) -> tuple[str, ...]:

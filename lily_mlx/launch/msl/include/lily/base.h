@@ -639,9 +639,11 @@ struct array {
   }
 #else
   constexpr T& operator[](size_t i) {
+    lily::rt::check_index(i, N);
     return __elems[i];
   }
   constexpr const T& operator[](size_t i) const {
+    lily::rt::check_index(i, N);
     return __elems[i];
   }
   constexpr T* data() {

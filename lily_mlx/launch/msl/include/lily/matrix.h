@@ -46,9 +46,11 @@ struct matrix {
   LILY_CLASS(matrix)
 #else
   constexpr vec<T, Rows>& operator[](int c) {
+    lily::rt::check_index(c, Cols);
     return columns[c];
   }
   constexpr const vec<T, Rows>& operator[](int c) const {
+    lily::rt::check_index(c, Cols);
     return columns[c];
   }
 #endif

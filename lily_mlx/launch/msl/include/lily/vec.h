@@ -200,9 +200,11 @@ struct swizzle {
 #else
 #define LILY_VECTOR_ACCESS(self_t) \
   constexpr T& operator[](size_t i) { \
+    lily::rt::check_index(i, N); \
     return this->v[i]; \
   } \
   constexpr const T& operator[](size_t i) const { \
+    lily::rt::check_index(i, N); \
     return this->v[i]; \
   } \
   template <int... I> \
