@@ -11,11 +11,8 @@ before into the pair that the last token but one has left. The cache always hold
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,7 +21,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from .counters import counts
+from .compiled import Compiled, Snapshot
 from .launch import backend
 from .layers import LAYER_CLASSES
 from .layers.projection import project
@@ -33,7 +30,6 @@ from .settings import settings
 CAPACITY_STEP = 1024
 """Rows that a full KV cache grows by: each growth copies the cache and compiles the step again."""
 
-_END = object()
 _DECODE_CLASSES = tuple(LAYER_CLASSES.values())
 
 
@@ -63,10 +59,9 @@ class DecodeStep:
 
     def __init__(self, model: nn.Module) -> None:
         self._text = model.language_model
-        self._holders: list[Iterable[Any]] = []
-        self._held: list[Any] = []
+        self._snapshot = Snapshot(self._text)
         self._why_layers: str | None = None
-        self._compiled: dict[Any, tuple[Callable[..., Any], Counter[str]]] = {}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
         self._turns: WeakKeyDictionary[KVCache, _Turn] = WeakKeyDictionary()
 
     def why_not(self, inputs: mx.array, cache: Sequence[Any]) -> str | None:
@@ -84,8 +79,9 @@ class DecodeStep:
             return "training needs the differentiable path"
         if self._text.model.pipeline_size > 1:
             return "the model is in a pipeline"
-        if not self._is_as_seen():
-            self._see()
+        if not self._snapshot.holds():
+            self._snapshot.take()
+            self._why_layers = next(filter(None, map(why_not_layer, self._text.layers)), None)
             self._compiled = {}
         return self._why_layers or _why_not_caches(cache)
 
@@ -102,10 +98,8 @@ class DecodeStep:
         arrays = [self._arrays(c) for c in cache]
         kv: Any = next((c for c in cache if isinstance(c, KVCache)), None)
         offset, capacity = (0, 0) if kv is None else (kv.offset, kv.keys.shape[2])
-        run, launches = self._function()
         position = mx.array([offset, capacity, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
-        logits, *results = run(inputs, position, *(array for group in arrays for array in group))
-        counts.update(launches)
+        logits, *results = self._function()(inputs, position, *chain.from_iterable(arrays))
         rest = iter(results)
         for c, group in zip(cache, arrays, strict=True):
             new = tuple(next(rest) for _ in group)
@@ -135,36 +129,16 @@ class DecodeStep:
                 return *turn.spare, *turn.rows
         return cache.keys, cache.values, *(_last_rows(a, cache.offset) for a in (cache.keys, cache.values))
 
-    def _function(self) -> tuple[Callable[..., Any], Counter[str]]:
-        """The step for the settings of now, and what it launches."""
+    def _function(self) -> Callable[..., Any]:
+        """The step for the settings of now."""
         used = backend.resolve()
         key = (used, settings(), str(mx.default_stream(mx.default_device())))
         if key not in self._compiled:
-            launches: Counter[str] = Counter()
-            # The host back-end needs arrays with values, which a compiled graph does not have.
-            run = self._forward if used == "host" else mx.compile(partial(self._traced, launches))
-            self._compiled[key] = (run, launches)
+            # The host back-end needs arrays with values, which a compiled graph does not have. Layers join
+            # matrices when they first run, so the snapshot is taken again after a trace.
+            compiled = Compiled(self._forward, traced=self._snapshot.take)
+            self._compiled[key] = self._forward if used == "host" else compiled
         return self._compiled[key]
-
-    def _is_as_seen(self) -> bool:
-        """Whether the model still holds the modules and arrays that the compiled step took as constant."""
-        return all(map(operator.is_, chain.from_iterable(self._holders), self._held)) and bool(self._held)
-
-    def _see(self) -> None:
-        # Views of dicts show later changes. The end mark is in its place only while nothing comes or goes.
-        self._holders = [*map(_values, _holders(self._text)), (_END,)]
-        self._held = list(chain.from_iterable(self._holders))
-        self._why_layers = next(filter(None, map(_why_not_layer, self._text.layers)), None)
-
-    def _traced(self, launches: Counter[str], *arrays: mx.array) -> tuple[mx.array, ...]:
-        """What is compiled. Kernels count themselves when Python calls them: here, for every run to come."""
-        before = Counter(counts)
-        results = self._forward(*arrays)
-        launches.clear()
-        launches.update(counts - before)
-        counts.subtract(launches)
-        self._see()  # layers join matrices on first use
-        return results
 
     def _forward(self, inputs: mx.array, position: mx.array, *arrays: mx.array) -> tuple[mx.array, ...]:
         text = self._text
@@ -184,18 +158,6 @@ class DecodeStep:
         return project(x, [head], norm=text.model.norm, out_dtype=mx.float32), *new
 
 
-def _holders(root: Any) -> Iterator[Any]:
-    """The dicts (a module is one) and lists of a module tree."""
-    yield root
-    for held in _values(root):
-        if isinstance(held, (dict, list)):
-            yield from _holders(held)
-
-
-def _values(holder: Any) -> Iterable[Any]:
-    return holder.values() if isinstance(holder, dict) else holder
-
-
 def decode_step(model: nn.Module) -> DecodeStep:
     """The model's decode step, made on first use."""
     step = model.__dict__.get("_decode_step")
@@ -205,7 +167,8 @@ def decode_step(model: nn.Module) -> DecodeStep:
     return step
 
 
-def _why_not_layer(layer: nn.Module) -> str | None:
+def why_not_layer(layer: nn.Module) -> str | None:
+    """None if the layer's own classes run here as one process' whole layers, else the reason."""
     mixer = layer.linear_attn if layer.is_linear else layer.self_attn
     for module in (mixer, layer.mlp):
         if type(module) not in _DECODE_CLASSES:

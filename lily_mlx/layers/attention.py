@@ -16,6 +16,9 @@ from ..ops.choice import why_not
 from ..ops.qk_prepare import qk_prepare, rope_frequencies
 from .projection import project
 
+MAX_PAIRS = 2**24
+"""Queries by keys of one launch of attention: 2,048 by 8,192, 0.5 GB of scores for 16 heads."""
+
 
 class Attention(stock.Qwen3NextAttention):
     """Stock's gated attention layer; each part runs in Lily's kernel where that supports the case.
@@ -37,11 +40,46 @@ class Attention(stock.Qwen3NextAttention):
         """
         if self.why_stock():
             return super().__call__(x, mask, cache)
-        projected = project(x, [self.q_proj, self.k_proj, self.v_proj])
-        q, keys, values = self._prepare(projected, 0 if cache is None else cache.offset, x.dtype)
+        q, keys, values, projected = self.before(x, 0 if cache is None else cache.offset)
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
-        out = stock.scaled_dot_product_attention(q, keys, values, cache=cache, scale=self.scale, mask=mask)
+        return self.after(self.attend(q, keys, values, mask, cache), projected)
+
+    def before(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Up to attention: q [B, Hq, T, D], k and v [B, Hk, T, D], and the projections with the gate.
+
+        Args:
+            x: [B, T, hidden size].
+            offset: the first token's position, or int32 [P], P at least B, with that of each batch row.
+        """
+        projected = project(x, [self.q_proj, self.k_proj, self.v_proj])
+        return *self._prepare(projected, offset, x.dtype), projected
+
+    def attend(self, q: mx.array, keys: Any, values: Any, mask: Any, cache: Any = None) -> mx.array:
+        """MLX's attention [B, Hq, T, D], over no more than :data:`MAX_PAIRS` pairs of tokens at once.
+
+        So neither the scores that MLX may keep nor the time of a launch grow with the context. The pieces are
+        rows of the result, which do not depend on one another.
+        """
+        T = q.shape[2]
+        options = {"cache": cache, "scale": self.scale}
+        rows = T if hasattr(cache, "bits") else max(1, MAX_PAIRS // keys.shape[2])
+        if rows >= T or isinstance(mask, mx.array):
+            return stock.scaled_dot_product_attention(q, keys, values, mask=mask, **options)
+        before = keys.shape[2] - T  # tokens that the first query sees besides itself
+        pieces = []
+        for start in range(0, T, rows):
+            end = min(start + rows, T)
+            seen = before + end if mask == "causal" else keys.shape[2]
+            pieces.append(
+                stock.scaled_dot_product_attention(
+                    q[:, :, start:end], keys[:, :, :seen], values[:, :, :seen], mask=mask, **options
+                )
+            )
+        return mx.concatenate(pieces, axis=2)
+
+    def after(self, out: mx.array, projected: mx.array) -> mx.array:
+        """From attention [B, Hq, T, D] on: output gate and projection, [B, T, hidden size]."""
         return project(self._gate(out, projected), [self.o_proj])
 
     def decode(

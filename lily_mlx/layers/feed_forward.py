@@ -10,7 +10,7 @@ from mlx_lm.models import qwen3_next as stock
 from mlx_lm.models.activations import swiglu
 
 from ..launch import backend
-from ..ops.choice import why_not
+from ..ops.choice import why_not, why_off
 from ..ops.expert_combine import expert_combine, expert_combine_reference
 from ..ops.expert_down import expert_down
 from ..ops.expert_gate_up import Chosen, expert_gate_up
@@ -56,14 +56,18 @@ class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
             packed(layer) for layer in (experts.gate_proj, experts.up_proj, shared.gate_proj, shared.up_proj)
         ]
         down: list[Any] = [packed(layer) for layer in (experts.down_proj, shared.down_proj)]
-        if None in gate_up or None in down:
+        if None in gate_up or None in down or why_off("expert_gemm_gate_up") or why_off("expert_gemm_down"):
             return super().__call__(x)
         rows = x.reshape(-1, x.shape[-1])
         # float32, because rounding logits changes which experts are chosen
         logits = project(rows, [self.gate, self.shared_expert_gate], out_dtype=mx.float32)
         block_rows = grouped_tile(rows.shape[0], k, E)["rows"]
-        on_gpu = why_not("expert_route", logits, k, block_rows) is None
-        routing = (expert_route if on_gpu else expert_route_reference)(logits, k, block_rows)
+        if why_off("expert_route"):  # the ablation: routing read and done on the CPU
+            routing = expert_route_reference(logits, k, block_rows)
+        elif why_not("expert_route", logits, k, block_rows):
+            return super().__call__(x)
+        else:
+            routing = expert_route(logits, k, block_rows)
         groups = (routing.rows, routing.blocks, routing.count)
         operands: tuple[Any, ...] = (rows, *groups, *gate_up, k)
         if why_not("expert_gemm_gate_up", *operands) is not None:

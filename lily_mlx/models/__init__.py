@@ -15,6 +15,7 @@ from ..counters import counts
 from ..launch import backend
 from ..launch.kernel import host_options
 from ..layers import LAYER_CLASSES
+from ..prompt import prompt_step
 from ..step import decode_step
 
 
@@ -42,9 +43,9 @@ class LilyModel(nn.Module):
 
     def _run(self, inputs: mx.array, cache: Any, input_embeddings: mx.array | None) -> mx.array:
         if cache is not None and input_embeddings is None:
-            step = decode_step(self)
-            if step.why_not(inputs, cache) is None:
-                return step(inputs, cache)
+            for step in (decode_step(self), prompt_step(self)):
+                if step.why_not(inputs, cache) is None:
+                    return step(inputs, cache)
         return super().__call__(inputs, cache=cache, input_embeddings=input_embeddings)
 
 

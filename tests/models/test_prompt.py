@@ -1,0 +1,140 @@
+"""The compiled chunks of a prompt: stock's results and caches, and new when the model changes."""
+
+import itertools
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from lily_mlx.launch import backend
+from lily_mlx.launch.kernel import all_kernels
+from lily_mlx.layers import attention
+from lily_mlx.prompt import MAX_SIZES, prompt_step
+from tests.models.test_step import assert_close, small_models
+
+CHUNKS = [mx.array([[1, 2, 3, 4, 5]]), mx.array([[6, 7, 8, 9, 10]]), mx.array([[11, 12, 13, 14, 15]])]
+
+
+@pytest.fixture
+def compiled_ops(monkeypatch):
+    """Chunks as a GPU would compile them, with every op on MLX's own: what can be compiled without a GPU.
+
+    Without ``expert_route`` routing would read on the CPU; without the products that need it, it is not run.
+    """
+    names = [kernel.stem for kernel in all_kernels() if kernel.stem != "expert_route"]
+    monkeypatch.setenv("LILY_DISABLE", ",".join(names))
+    with backend.override("metal"):
+        yield
+
+
+def run(model, chunks, cache):
+    return mx.concatenate([model(chunk, cache=cache).astype(mx.float32) for chunk in chunks], axis=1)
+
+
+def watch(model, monkeypatch) -> list[bool]:
+    """Notes for each call of the model's prompt step whether it was taken."""
+    step, taken = prompt_step(model), []
+    why_not = step.why_not
+
+    def noted(inputs, cache):
+        why = why_not(inputs, cache)
+        taken.append(why is None)
+        return why
+
+    monkeypatch.setattr(step, "why_not", noted)
+    return taken
+
+
+@pytest.mark.usefixtures("compiled_ops")
+@pytest.mark.parametrize("quantise", [False, True])
+def test_equals_stock_and_leaves_stocks_caches(monkeypatch, quantise):
+    stock, lily = small_models(quantise)
+    taken = watch(lily, monkeypatch)
+    theirs, ours = make_prompt_cache(stock), make_prompt_cache(lily)
+    assert_close(run(lily, CHUNKS, ours), run(stock, CHUNKS, theirs))
+    assert taken == [False, True, True]  # a size is compiled when it comes for the second time
+    assert [type(c) for c in ours] == [type(c) for c in theirs]
+    assert [c.offset for c in ours if isinstance(c, KVCache)] == [15]
+    # crosswise, a chunk and then a token
+    for tokens in (CHUNKS[0], mx.array([[3]])):
+        assert_close(run(stock, [tokens], ours), run(lily, [tokens], theirs))
+
+
+@pytest.mark.usefixtures("compiled_ops")
+def test_a_batch_of_one_length(monkeypatch):
+    stock, lily = small_models()
+    taken = watch(lily, monkeypatch)
+    chunks = [mx.concatenate([a, b]) for a, b in itertools.pairwise(CHUNKS)]
+    caches = [make_prompt_cache(m) for m in (lily, stock)]
+    assert_close(run(lily, chunks, caches[0]), run(stock, chunks, caches[1]))
+    assert taken == [False, True]
+
+
+@pytest.mark.usefixtures("compiled_ops")
+@pytest.mark.parametrize("change", ["weights", "lora"])
+def test_sees_a_changed_model(change):
+    stock, lily = small_models()
+    caches = [make_prompt_cache(m) for m in (stock, lily)]
+    for model, cache in zip((stock, lily), caches, strict=True):
+        run(model, CHUNKS[:2], cache)
+        mx.random.seed(8)
+        if change == "weights":
+            layer = model.layers[0].linear_attn
+            layer.out_proj.weight = layer.out_proj.weight * 2
+        else:
+            linear_to_lora_layers(model, 2, {"rank": 2, "scale": 4.0, "dropout": 0.0})
+            for module in model.modules():
+                if "lora_b" in module:
+                    module.lora_b = mx.random.normal(module.lora_b.shape)
+            model.eval()
+    assert_close(run(lily, CHUNKS, caches[1]), run(stock, CHUNKS, caches[0]))
+
+
+@pytest.mark.usefixtures("compiled_ops")
+def test_why_not(monkeypatch):
+    _, lily = small_models()
+    step = prompt_step(lily)
+    cache = make_prompt_cache(lily)
+    assert "first time" in step.why_not(CHUNKS[0], cache)
+    assert step.why_not(CHUNKS[0], cache) is None
+    assert "not a chunk" in step.why_not(mx.array([[1]]), cache)
+    padded = [BatchKVCache([1]) if isinstance(c, KVCache) else c for c in cache]
+    assert "BatchKVCache" in step.why_not(CHUNKS[0], padded)
+    with backend.override("host"):
+        assert "host" in step.why_not(CHUNKS[0], cache)
+    monkeypatch.setenv("LILY_DISABLE", "qmm")  # other settings are another computation
+    assert "first time" in step.why_not(CHUNKS[0], cache)
+    monkeypatch.setenv("LILY_DISABLE", "expert_route")
+    assert "on the CPU" in step.why_not(CHUNKS[0], cache)
+
+
+@pytest.mark.usefixtures("compiled_ops")
+def test_only_so_many_sizes_are_kept():
+    _, lily = small_models()
+    step = prompt_step(lily)
+    cache = make_prompt_cache(lily)
+    for tokens in range(2, MAX_SIZES + 3):
+        step.why_not(mx.zeros((1, tokens), mx.int32), cache)
+    assert len(step._seen) <= MAX_SIZES
+
+
+@pytest.mark.parametrize("mask", ["causal", None])
+@pytest.mark.parametrize("context", [0, 9])
+def test_attention_in_pieces_is_the_same(monkeypatch, mask, context):
+    _, lily = small_models()
+    layer = next(layer.self_attn for layer in lily.layers if not layer.is_linear)
+    Hq, Hk, D, T = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim, 7
+    q = mx.random.normal((2, Hq, T, D))
+    keys, values = (mx.random.normal((2, Hk, context + T, D)) for _ in range(2))
+    whole = layer.attend(q, keys, values, mask)
+    calls = []
+    inner = attention.stock.scaled_dot_product_attention
+    monkeypatch.setattr(
+        attention.stock,
+        "scaled_dot_product_attention",
+        lambda q, *a, **k: calls.append(q.shape[2]) or inner(q, *a, **k),
+    )
+    monkeypatch.setattr(attention, "MAX_PAIRS", 3 * (context + T))
+    assert_close(layer.attend(q, keys, values, mask), whole, 1e-6)
+    assert calls == [3, 3, 1]
