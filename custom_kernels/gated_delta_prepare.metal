@@ -27,9 +27,9 @@
 // many whole heads as lily_head_lanes lays on its lanes. Blocks are the heads of q and k, then those of v; the last
 // threadgroup along y owns the gates of the tokens instead. Who has the last token that counts writes the conv state.
 //
-// Limits: Dk and Dv multiples of 32; offsets and columns of qkv multiples of 16 bytes.
+// Limits: Dk and Dv multiples of 32; offsets and columns of qkv multiples of BYTES; BYTES 8 or 16.
 //
-// Why this order: the kernel is bound by memory. Every load of a lane, TOKENS + 3 runs of 16 bytes, is requested before
+// Why this order: the kernel is bound by memory. Every load of a lane, TOKENS + 3 runs of BYTES, is requested before
 // the first is used; the three tokens that the tokens before share with it come from cache. Everything is fp32 between the loads
 // and the stores.
 
@@ -63,21 +63,20 @@ struct GatedDeltaPrepare {
   int end;    // the token whose three tokens before it are the new conv state
   int T;
 
-  // Token t of the conv's input, from -3 on, channels channel .. channel + UNIT - 1. Past the end it is the last one.
+  // Token t of the conv's input, from -3 on, channels channel .. channel + UNIT - 1; past the end zero.
   LILY_INLINE lily_vec<InT, Key::UNIT> token(int t, int channel) {
-    const i64 position = row * T + lily_min(t, T - 1);
-    LILY_DEVICE const InT* source = t < 0 ? conv_state + (row * 3 + 3 + t) * CHANNELS
-                                          : qkv + position * QKV_COLUMNS + QKV_OFFSET;
-    lily_vec<InT, Key::UNIT> channels = lily_load<Key::UNIT>(source + channel);
-    if (HAS_MASK && t >= 0 && !mask[position]) {
-      f32 zeros[Key::UNIT];
-      LILY_UNROLL
-      for (int i = 0; i < Key::UNIT; ++i) {
-        zeros[i] = 0.0f;
-      }
-      channels = lily_pack<InT, Key::UNIT>(zeros);
+    if (t < 0) {
+      return lily_load<Key::UNIT>(conv_state + (row * 3 + 3 + t) * CHANNELS + channel);
     }
-    return channels;
+    if (t < T && (!HAS_MASK || mask[row * T + t])) {
+      return lily_load<Key::UNIT>(qkv + (row * T + t) * QKV_COLUMNS + QKV_OFFSET + channel);
+    }
+    f32 zeros[Key::UNIT];
+    LILY_UNROLL
+    for (int i = 0; i < Key::UNIT; ++i) {
+      zeros[i] = 0.0f;
+    }
+    return lily_pack<InT, Key::UNIT>(zeros);
   }
 
   template <typename Lanes>
