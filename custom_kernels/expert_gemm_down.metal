@@ -47,9 +47,9 @@ struct ExpertGemmDown {
     u32 starts[Product::LOADS];
     LILY_UNROLL
     for (int i = 0; i < Product::LOADS; ++i) {
-      starts[i] = u32(first_row + product.row_of_load(i)) * u32(M / 8);
+      starts[i] = u32(first_row + lily_min(product.row_of_load(i), block_rows - 1)) * u32(M / 8);
     }
-    product.run(h, starts, block_rows, matrices, COLS);
+    product.run(h, starts, matrices, COLS);
 
     LILY_UNROLL
     for (int i = 0; i < Product::Tile::ELEMENTS; i += 2) {

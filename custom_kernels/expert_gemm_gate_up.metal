@@ -52,7 +52,7 @@ struct ExpertGemmGateUp {
       const int own = lily_min(product.row_of_load(i), block_rows - 1);
       starts[i] = u32(rows[own] / (TOP_K + 1)) * u32(K / 8);
     }
-    product.run(x, starts, block_rows, matrices, COLS);
+    product.run(x, starts, matrices, COLS);
 
     LILY_UNROLL
     for (int i = 0; i < Product::Tile::ELEMENTS; i += 2) {

@@ -64,9 +64,9 @@ struct Qmm {
     u32 starts[Product::LOADS];
     LILY_UNROLL
     for (int i = 0; i < Product::LOADS; ++i) {
-      starts[i] = u32(first_row + product.row_of_load(i)) * u32(K / 8);
+      starts[i] = u32(first_row + lily_min(product.row_of_load(i), rows - 1)) * u32(K / 8);
     }
-    product.run(x, starts, rows, matrices, ALL_WIDE ? COLS : matrix_rows - first);
+    product.run(x, starts, matrices, ALL_WIDE ? COLS : matrix_rows - first);
 
     LILY_UNROLL
     for (int i = 0; i < Product::Tile::ELEMENTS; i += 2) {

@@ -55,44 +55,42 @@ struct lily_tile_product {
   u32 lane;
   Tile tiles[COUNT];
 
-  // Of A's rows, `rows` are there; row r starts at a + 8 * starts[i], where i counts the rows of this thread. Rows of
-  // the matrices from `cols` on repeat the last.
   LILY_INLINE int row_of_load(int i) const {
     return thread_index / ROW_CHUNKS + i * ROWS_APART;
   }
 
   LILY_INLINE void fetch(
-      LILY_DEVICE const T* a, LILY_THREAD const u32* starts, int rows, LILY_THREAD lily_vec<T, 8>* staged) {
+      LILY_DEVICE const T* a, LILY_THREAD const u32* starts, LILY_THREAD lily_vec<T, 8>* staged) const {
     LILY_UNROLL
     for (int i = 0; i < LOADS; ++i) {
-      if (row_of_load(i) < rows) {
-        staged[i] = lily_load<8>(a + i64(starts[i]) * 8);
-      }
+      staged[i] = lily_load<8>(a + i64(starts[i]) * 8);
     }
   }
 
-  LILY_INLINE void put(LILY_THREADGROUP T* buffer, int rows, LILY_THREAD const lily_vec<T, 8>* staged) {
+  LILY_INLINE void put(LILY_THREADGROUP T* buffer, LILY_THREAD const lily_vec<T, 8>* staged) const {
     LILY_UNROLL
     for (int i = 0; i < LOADS; ++i) {
-      if (row_of_load(i) < rows) {
+      if (CHUNKS % THREADS == 0 || row_of_load(i) < ROWS) {
         lily_packed_left<T, STEP>::put(buffer, row_of_load(i), thread_index % ROW_CHUNKS, staged[i]);
       }
     }
   }
 
+  // The row of A that row_of_load(i) is starts at a + 8 * starts[i]; rows that A lacks repeat one that it has. Rows of
+  // the matrices from `cols` on repeat the last.
   LILY_INLINE void run(
-      LILY_DEVICE const T* a, LILY_THREAD const u32* starts, int rows,
-      LILY_THREAD const lily_packed_rows_at<ScaleT>* matrices, int cols) {
+      LILY_DEVICE const T* a, LILY_THREAD const u32* starts, LILY_THREAD const lily_packed_rows_at<ScaleT>* matrices,
+      int cols) {
     lily_vec<T, 8> staged[LOADS];
     Right right[COUNT];
     a += thread_index % ROW_CHUNKS * 8;
-    fetch(a, starts, rows, staged);
+    fetch(a, starts, staged);
     LILY_UNROLL
     for (int t = 0; t < COUNT; ++t) {
       right[t].load(matrices[t].words, matrices[t].scales, matrices[t].biases, K, 0, cols, lane);
       tiles[t].zero();
     }
-    put(memory, rows, staged);
+    put(memory, staged);
     lily_threadgroup_barrier();
     int current = 0;
     LILY_NO_UNROLL
@@ -101,10 +99,9 @@ struct lily_tile_product {
       const bool is_last = column + STEP == K;
       if (!is_last) {
         a += STEP;
-        fetch(a, starts, rows, staged);
+        fetch(a, starts, staged);
         LILY_UNROLL
         for (int t = 0; t < COUNT; ++t) {
-          next[t] = right[t];
           next[t].load(matrices[t].words, matrices[t].scales, matrices[t].biases, K, column + STEP, cols, lane);
         }
       }
@@ -115,7 +112,7 @@ struct lily_tile_product {
         } else {
           current = Buffers::ELEMENTS - current;
         }
-        put(memory + current, rows, staged);
+        put(memory + current, staged);
         lily_threadgroup_barrier();
         LILY_UNROLL
         for (int t = 0; t < COUNT; ++t) {

@@ -587,18 +587,15 @@ struct lily_detail_same<A, A> {
   enum : bool { VALUE = true };
 };
 
-// Lane l holds, of each fragment of 8 rows, row l / 4 and of it STEP / 4 columns from STEP / 4 * (l % 4) on. Scales and
-// biases come for four groups at a time, one in each of the row's four lanes: loads that touch many rows are
-// what the multiprocessor's memory pipe has least time for.
+// Lane l holds, of each fragment of 8 rows, row l / 4 and of it STEP / 4 columns from STEP / 4 * (l % 4) on.
 template <typename T, typename ScaleT, int N, int BITS, int GROUP, int STEP>
 struct lily_packed_right {
   static_assert(N % 16 == 0 && (BITS == 4 || BITS == 8) && GROUP % 32 == 0, "N % 16, 4 or 8 bits, groups of 32 i");
   static_assert(STEP == 64 || STEP == 128, "64 or 128 columns");
-  enum : int { FRAGMENTS = N / 8, WORDS = BITS * STEP / 128, FACTOR_WORDS = int(sizeof(ScaleT)) / 2 };
+  enum : int { FRAGMENTS = N / 8, WORDS = BITS * STEP / 128 };
   lily_vec<u32, WORDS> words[FRAGMENTS];
-  ScaleT scales[FRAGMENTS];  // of one of four groups
+  ScaleT scales[FRAGMENTS];
   ScaleT biases[FRAGMENTS];
-  u32 factors_lane;          // which lane has those of this lane's columns
 
   LILY_INLINE void load(
       const u32* first_words, const ScaleT* first_scales, const ScaleT* first_biases, int row_columns,
@@ -606,64 +603,36 @@ struct lily_packed_right {
     // What changes from step to step is the same in all lanes, so addresses are sums of one and the other.
     const int own = int(lane % 4);
     const u32* words_at = first_words + first_column / (32 / BITS);
+    const int step_group = first_column / GROUP;
     LILY_UNROLL
     for (int f = 0; f < FRAGMENTS; ++f) {
       const int row = lily_min(f * 8 + int(lane / 4), row_count - 1);
       words[f] = lily_load<WORDS>(words_at + (row * (row_columns / (32 / BITS)) + own * WORDS));
-    }
-    if (first_column % (4 * GROUP) == 0) {
-      const int groups = row_columns / GROUP;
-      const int group = lily_min(first_column / GROUP + own, groups - 1);
-      LILY_UNROLL
-      for (int f = 0; f < FRAGMENTS; ++f) {
-        const int row = lily_min(f * 8 + int(lane / 4), row_count - 1);
-        scales[f] = (first_scales + group)[row * groups];
-        biases[f] = (first_biases + group)[row * groups];
-      }
-    }
-    factors_lane = lane / 4 * 4 + u32(first_column + own * (STEP / 4)) / GROUP % 4;
-  }
-
-  // Scale and bias of this lane's columns in fragment f: one word, the scale in its low half, or two.
-  LILY_INLINE void detail_factors(int f, u32* own_factors) const {
-    if constexpr (sizeof(ScaleT) == 2) {
-      const u32 scale = *reinterpret_cast<const ushort*>(&scales[f]);
-      const u32 bias = *reinterpret_cast<const ushort*>(&biases[f]);
-      own_factors[0] = lily_shuffle(__byte_perm(scale, bias, 0x5410), factors_lane);
-    } else {
-      own_factors[0] = lily_shuffle(lily_bits_from_f32(lily_to_f32(scales[f])), factors_lane);
-      own_factors[1] = lily_shuffle(lily_bits_from_f32(lily_to_f32(biases[f])), factors_lane);
+      const int group = row * (row_columns / GROUP) + (GROUP < STEP ? own * (STEP / 4) / GROUP : 0);
+      scales[f] = (first_scales + step_group)[group];
+      biases[f] = (first_biases + step_group)[group];
     }
   }
 
-  // This lane's numbers 8 * part to 8 * part + 7 in fragment f, in pairs of T: 0 4, 1 5, 2 6, 3 7. own_factors: those
-  // of fragment f that belong to them.
-  LILY_INLINE void detail_expand(int f, int part, const u32* own_factors, u32* pairs) const {
+  // This lane's numbers 8 * part to 8 * part + 7 in fragment f, in pairs of T: 0 4, 1 5, 2 6, 3 7.
+  LILY_INLINE void detail_expand(int f, int part, u32* pairs) const {
     if constexpr (BITS == 4 && lily_detail_same<T, ScaleT>::VALUE) {
       using pair = typename lily_detail_pair<T>::type;
       const u32 word = lily_word(words[f], part);
       const u32 magic = lily_detail_pair<T>::MAGIC;
-      const u32 scales = __byte_perm(own_factors[0], 0, 0x1010);
-      const u32 biases = __byte_perm(own_factors[0], 0, 0x3232);
+      const pair start = *reinterpret_cast<const pair*>(&magic);
+      const pair scale = {scales[f], scales[f]};
+      const pair bias = {biases[f], biases[f]};
       LILY_UNROLL
       for (int i = 0; i < 4; ++i) {
         const u32 bits = lily_detail_and_or(word >> (4 * i), 0x000f000fu, magic);
         // The difference is exact, so that each number is rounded once.
-        const pair numbers = __hfma2(
-            __hsub2(*reinterpret_cast<const pair*>(&bits), *reinterpret_cast<const pair*>(&magic)),
-            *reinterpret_cast<const pair*>(&scales), *reinterpret_cast<const pair*>(&biases));
+        const pair numbers = __hfma2(__hsub2(*reinterpret_cast<const pair*>(&bits), start), scale, bias);
         pairs[i] = *reinterpret_cast<const u32*>(&numbers);
       }
     } else {
-      f32 scale;
-      f32 bias;
-      if constexpr (sizeof(ScaleT) == 2) {
-        scale = lily_unpack2_low<ScaleT>(own_factors[0]);
-        bias = lily_unpack2_high<ScaleT>(own_factors[0]);
-      } else {
-        scale = lily_f32_from_bits(own_factors[0]);
-        bias = lily_f32_from_bits(own_factors[1]);
-      }
+      const f32 scale = lily_to_f32(scales[f]);
+      const f32 bias = lily_to_f32(biases[f]);
       LILY_UNROLL
       for (int i = 0; i < 4; ++i) {
         f32 low;
@@ -717,16 +686,7 @@ LILY_INLINE void lily_multiply_packed(
     lily_tile<T, M, N>* c, const T* a, const lily_packed_right<T, ScaleT, N, BITS, GROUP, STEP>* b, u32 lane) {
   if constexpr (sizeof(T) == 2) {
     using Left = lily_packed_left<T, STEP>;
-    using Right = lily_packed_right<T, ScaleT, N, BITS, GROUP, STEP>;
     enum : int { ROW_FRAGMENTS = M / 16, COL_FRAGMENTS = N / 8 };
-    u32 factors[COUNT][COL_FRAGMENTS][Right::FACTOR_WORDS];
-    LILY_UNROLL
-    for (int t = 0; t < COUNT; ++t) {
-      LILY_UNROLL
-      for (int f = 0; f < COL_FRAGMENTS; ++f) {
-        b[t].detail_factors(f, factors[t][f]);
-      }
-    }
     // Matrices 0 to 3: (rows 0-7, chunk q), (rows 8-15, q), (rows 0-7, q + 1), (rows 8-15, q + 1).
     const T* rows = a + int(lane % 16) * STEP;
     LILY_UNROLL
@@ -736,7 +696,7 @@ LILY_INLINE void lily_multiply_packed(
       for (int t = 0; t < COUNT; ++t) {
         LILY_UNROLL
         for (int f = 0; f < COL_FRAGMENTS; ++f) {
-          b[t].detail_expand(f, part, factors[t][f], b_words[t][f]);
+          b[t].detail_expand(f, part, b_words[t][f]);
         }
       }
       LILY_UNROLL

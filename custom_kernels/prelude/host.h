@@ -75,8 +75,7 @@ struct lily_packed_left {
 // rounded to T once.
 //
 // load() takes the addresses of the first row and asks for what the simdgroup needs; rows from row_count on, which
-// is at least 1, repeat the last. row_columns, of a row, and first_column are multiples of STEP. It keeps some of
-// what it loaded before: first_column goes up from 0, a STEP at a time, and a copy may go on from there.
+// is at least 1, repeat the last. row_columns, of a row, and first_column are multiples of STEP.
 template <typename T, typename ScaleT, int N, int BITS, int GROUP, int STEP>
 struct lily_packed_right {
   const device u32* weights;
