@@ -4,7 +4,7 @@ The protocol, for every length and phase:
 
 - batch 1, stock's own generation loop (``mlx_lm.generate.generate_step``, greedy, no server), wired memory as
   ``mlx_lm.generate`` sets it;
-- one warm-up of every arm, discarded; its logits must agree with the first arm's;
+- warm-ups of every arm, discarded; the logits must agree with the first arm's;
 - rounds in which every arm is measured once, in turn; odd rounds go through the arms backwards;
 - prefill: from the call to the first token, tokens of the prompt over seconds;
 - decode: a number of steps at that context, after a few that fill the loop's pipeline. The cache before it is
@@ -267,17 +267,18 @@ class Comparison:
         return True
 
     def _warm_up(self, measure: _Measure, phase: str, length: int) -> dict[str, float] | None:
-        """Run every arm once and compare the logits. Returns the seconds each took, None if time is up."""
+        """Warm every arm and compare the logits. Returns the seconds of each last run, None if time is up."""
         seconds: dict[str, float] = {}
         first: mx.array | None = None
         for arm in self.arms:
-            if not self.clock.allows(max(seconds.values(), default=0.0)):
-                return None
-            start = time.perf_counter()
-            with arm.active():
-                logits = measure.logits(arm.model)
-            mx.eval(logits)
-            seconds[arm.name] = time.perf_counter() - start
+            for _ in range(arm.warm_ups):
+                if not self.clock.allows(max(seconds.values(), default=0.0)):
+                    return None
+                start = time.perf_counter()
+                with arm.active():
+                    logits = measure.logits(arm.model)
+                mx.eval(logits)
+                seconds[arm.name] = time.perf_counter() - start
             if first is None:
                 first = logits
             gate.check_at_length(arm.name, phase, length, first, logits)

@@ -14,12 +14,14 @@ class Ablation:
     """One mechanism.
 
     Attributes:
-        mechanism: its number in the feature table.
+        mechanism: its number in the feature table; more than one where a switch turns off several, "-" where
+            the reference engine has none of it.
         text: what it is.
         phase: ``prefill`` or ``decode``.
-        switch: its name in ``LILY_DISABLE``; None while nothing here can be switched.
+        switch: its name in ``lily-without-NAME`` (:mod:`.switches`); None if nothing can be timed without it.
         reference: the reference engine's gain in per cent by length.
         reference_text: its figure where it gives another kind than a gain in speed.
+        why_no_switch: in words, if there is none.
     """
 
     mechanism: str
@@ -28,17 +30,44 @@ class Ablation:
     switch: str | None = None
     reference: dict[int, float] = field(default_factory=dict)
     reference_text: str = ""
+    why_no_switch: str = ""
 
 
 ABLATIONS = (
-    Ablation("P1", "4-bit experts dequantised inside the grouped product", "prefill", reference={512: 77.4}),
-    Ablation("P2", "routing on the GPU", "prefill", reference={512: 89.0}),
-    Ablation("P3", "tile size follows the expert load", "prefill", reference={2048: 13.2}),
-    Ablation("P4", "scan with the state in registers", "prefill", "gated_delta_scan", reference={2048: 5.6}),
-    Ablation("P5", "long prompts in bounded chunks", "prefill"),
     Ablation(
-        "P6", "matrix accelerators", "prefill", reference_text="80 to 86 % of the matrix limit in the model"
+        "P1",
+        "4-bit experts dequantised inside the grouped product (off: stock's block, gather_qmm)",
+        "prefill",
+        "expert_gemm",
+        {512: 77.4},
     ),
+    Ablation(
+        "P2", "routing on the GPU (off: read and done on the CPU)", "prefill", "expert_route", {512: 89.0}
+    ),
+    Ablation(
+        "P3", "tile size follows the expert load (off: 16 rows)", "prefill", "expert_tiles", {2048: 13.2}
+    ),
+    Ablation(
+        "P4",
+        "scan with the state in registers (off: mlx-lm's packed kernel)",
+        "prefill",
+        "gated_delta_scan",
+        {2048: 5.6},
+    ),
+    Ablation(
+        "P5",
+        "long prompts in bounded chunks (off: one chunk; see the memory)",
+        "prefill",
+        "prompt_chunks",
+    ),
+    Ablation(
+        "P6",
+        "matrix accelerators",
+        "prefill",
+        reference_text="80 to 86 % of the matrix limit in the model",
+        why_no_switch="no switch; see the share of the limit",
+    ),
+    Ablation("-", "a prompt's chunks compiled", "prefill", "prompt_step"),
     Ablation(
         "D1",
         "row-parallel product for one row",
@@ -46,27 +75,34 @@ ABLATIONS = (
         "qmv",
         reference_text="90.3 % of sustained read bandwidth",
     ),
-    Ablation("D2", "the selected token stays on the GPU", "decode"),
     Ablation(
-        "D3", "independent kernels overlap", "decode", reference_text="795 kernels a token in 555 stages"
+        "D2", "the selected token stays on the GPU (off: read before each step)", "decode", "token_on_gpu"
+    ),
+    Ablation(
+        "D3",
+        "independent kernels overlap",
+        "decode",
+        reference_text="795 kernels a token in 555 stages",
+        why_no_switch="traced, not timed: lily-mlx bench graph",
     ),
     Ablation("D4", "gate and up with the activation", "decode", "expert_gate_up"),
     Ablation("D4", "down with routing weight and shared expert", "decode", "expert_down"),
     Ablation("D4", "q and k preparation", "decode", "qk_prepare"),
     Ablation("D4", "recurrent update with its normalisation", "decode", "gated_delta_step"),
-    Ablation("D5", "coalesced reads of the KV cache", "decode", reference={3840: 2.1}),
     Ablation(
-        "D6",
-        "query heads share each KV row (here with D5, D7)",
+        "D5, D6",
+        "coalesced KV rows (the reference at 3,840) that query heads share (at 32,768)",
         "decode",
         "attention_decode",
-        reference={32768: 23.8},
+        {3840: 2.1, 32768: 23.8},
     ),
     Ablation(
         "D7",
-        "attention layout by context length",
+        "attention layout by context length (off: the shortest context's)",
         "decode",
-        reference={32768: 7.7, 65536: 27.4, 131072: 40.2},
+        "attention_layout",
+        {32768: 7.7, 65536: 27.4, 131072: 40.2},
     ),
+    Ablation("-", "a token's step compiled", "decode", "decode_step"),
 )
-"""Every mechanism of the reference engine, switchable here or not."""
+"""Every mechanism of the reference engine, switchable here or not, and two of Lily's own."""

@@ -1,12 +1,14 @@
-"""The engines that take turns in a comparison: stock, stock+, lily, and lily with an op switched off.
+"""The engines that take turns in a comparison: stock, stock+, lily, and lily with something switched off.
 
-All arms run on one set of weights: each has a tree of modules of its own over the same arrays, so that no
-compiled function, cache or class of one is seen by another.
+All arms run on one set of weights. Each has a model and layers of its own, so that no compiled function,
+cache or class of one is seen by another. The modules inside the layers that hold the matrices are the same
+for all: where Lily joins matrices in memory, it does so once for all arms.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,16 +18,16 @@ from unittest.mock import patch
 
 import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.models import base, gated_delta, qwen3_next
 
 import lily_mlx
 from lily_mlx.errors import UsageError
 from lily_mlx.launch import backend
-from lily_mlx.launch.kernel import all_kernels
 from lily_mlx.settings import settings
 
-from .ablations import ABLATIONS
-from .oracle import bridged_scan, twin
+from . import switches
+from .oracle import bridged_scan
 
 STOCK, STOCK_PLUS, LILY = "stock", "stock+", "lily"
 WITHOUT = "lily-without-"
@@ -36,11 +38,12 @@ class Arm:
     """One engine on the shared weights.
 
     Attributes:
-        name: ``stock``, ``stock+``, ``lily`` or ``lily-without-OP``.
+        name: ``stock``, ``stock+``, ``lily`` or ``lily-without-NAME``.
         model: its modules.
         prepare: called with the tokens of a prefill step and the context length before measuring there.
         active: a context manager inside which the model runs as this arm.
         switches: what is switched how, as plain data.
+        warm_ups: runs until the engine is as fast as it gets.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Arm:
     prepare: Callable[[int, int], None]
     active: Callable[[], contextlib.AbstractContextManager[Any]]
     switches: Callable[[], dict[str, Any]]
+    warm_ups: int = 1
 
 
 def parse(text: str) -> list[str]:
@@ -59,27 +63,29 @@ def parse(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise UsageError(f"--arms is {text!r}; it must name at least one of {STOCK}, {STOCK_PLUS}, {LILY}")
-    ops = switchable_ops()
+    known = switches.names()
     for name in names:
-        if name in (STOCK, STOCK_PLUS, LILY) or name in {WITHOUT + op for op in ops}:
-            continue
-        raise UsageError(
-            f"--arms names {name!r}; it must be {STOCK}, {STOCK_PLUS}, {LILY} or {WITHOUT}OP "
-            f"with OP one of {', '.join(sorted(ops))}"
-        )
+        if name not in (STOCK, STOCK_PLUS, LILY, *(WITHOUT + switch for switch in known)):
+            raise UsageError(
+                f"--arms names {name!r}; it must be {STOCK}, {STOCK_PLUS}, {LILY} or {WITHOUT}NAME "
+                f"with NAME one of {', '.join(known)}"
+            )
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UsageError(f"--arms names {twice[0]!r} twice")
     return names
 
 
-def switchable_ops() -> set[str]:
-    """Names that ``LILY_DISABLE`` knows: kernels and the switches of mechanisms."""
-    return {kernel.stem for kernel in all_kernels()} | {a.switch for a in ABLATIONS if a.switch}
-
-
 def make(names: Sequence[str], model: nn.Module) -> list[Arm]:
-    """The arms on the weights of a stock model, which itself stays as it is."""
-    return [_make(name, twin(model)) for name in names]
+    """The arms on the weights of a stock model, whose own class and layers stay as they are."""
+    return [_make(name, _own_layers(model)) for name in names]
+
+
+def _own_layers(model: nn.Module) -> nn.Module:
+    """A second tree of layers over the same modules without children, and the same arrays."""
+    leaves = [module for module in model.modules() if not tree_flatten(module.children())]
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    shared: nn.Module = copy.deepcopy(model, {id(x): x for x in (*leaves, *arrays)})
+    return shared
 
 
 def _make(name: str, model: nn.Module) -> Arm:
@@ -88,19 +94,21 @@ def _make(name: str, model: nn.Module) -> Arm:
     if name == STOCK_PLUS:
         best = BestOwnOps(model)
         return Arm(name, model, best.prepare, best.active, best.switches)
-    off = frozenset({name.removeprefix(WITHOUT)} if name != LILY else ())
-    disabled = sorted(settings().disabled_ops | off)
+    switch = name.removeprefix(WITHOUT)
+    off = () if name == LILY else switches.disabled(switch)
+    disabled = sorted(settings().disabled_ops.union(off))
     lily_mlx.convert(model)
 
     @contextlib.contextmanager
     def active() -> Iterator[None]:
-        with patch.dict(os.environ, {"LILY_DISABLE": ",".join(disabled)}), _fallback():
+        with patch.dict(os.environ, {"LILY_DISABLE": ",".join(disabled)}), switches.off(switch), _fallback():
             yield
 
-    def switches() -> dict[str, Any]:
+    def switched() -> dict[str, Any]:
         return {"engine": "lily", "backend": backend.resolve(), "disabled": disabled}
 
-    return Arm(name, model, _nothing, active, switches)
+    # A prompt's chunk is compiled when its size comes for the second time.
+    return Arm(name, model, _nothing, active, switched, warm_ups=2)
 
 
 def _nothing(step: int, length: int) -> None:

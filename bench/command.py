@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "--arms",
         default="stock,stock+,lily",
         help="engines, separated by commas: stock, stock+ (stock with MLX's best own ops), lily, "
-        "lily-without-OP (default: %(default)s)",
+        "lily-without-NAME of an op or mechanism (default: %(default)s)",
     )
     parser.add_argument("--phase", default="prefill,decode", help="prefill, decode or both (default: both)")
     parser.add_argument(

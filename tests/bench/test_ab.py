@@ -9,9 +9,9 @@ import pytest
 from mlx_lm.models import gated_delta, qwen3_next
 
 from bench import ab, arms, costs, gate, plots, random_weights, record
-from bench.ablations import ABLATIONS
+from bench.oracle import twin
 from lily_mlx import cli
-from lily_mlx.launch.kernel import all_kernels
+from lily_mlx.errors import UsageError
 from tests.plugin.test_cases import small_moe
 
 
@@ -130,7 +130,7 @@ def test_the_time_limit_begins_nothing_that_would_end_later(bench, monkeypatch, 
     )
     monkeypatch.setattr(ab.Clock, "asked", [], raising=False)
     assert bench("--time-limit", 1000) == 0
-    assert len(lines_of(bench)) == 3  # three warm-ups and three measurements were allowed
+    assert len(lines_of(bench)) == 2  # four warm-ups, two of them lily's, and two measurements were allowed
     assert "time limit of 1000 s" in capsys.readouterr().out
 
 
@@ -146,11 +146,11 @@ def test_a_wrong_engine_is_refused(bench, monkeypatch, capsys):
 
     def one_wrong_layer(names, model):
         made = make(names, model)
-        layer = made[-1].model.layers[1].linear_attn
+        layer, text = made[-1].model.layers[1].linear_attn, made[-1].model.language_model
+        layer.out_proj, text.lm_head = twin(layer.out_proj), twin(text.lm_head)
         layer.out_proj.scales = -layer.out_proj.scales
         layer.out_proj.biases = -layer.out_proj.biases
-        head = made[-1].model.language_model.lm_head
-        head.scales = head.scales[::-1]
+        text.lm_head.scales = text.lm_head.scales[::-1]
         return made
 
     monkeypatch.setattr(arms, "make", one_wrong_layer)
@@ -201,16 +201,18 @@ def test_the_gate_at_a_length():
             gate.check_at_length("lily", "decode", 4096, logits()[0], wrong)
 
 
-def test_arms_share_weights_and_nothing_else(model):
+def test_arms_share_matrices_and_nothing_else(model):
     before = type(model)
     stock, lily = arms.make(["stock", "lily"], model)
     assert type(model) is type(stock.model) is before
     assert type(lily.model).__module__.startswith("lily_mlx")
-    assert type(model.layers[0].linear_attn).__module__.startswith("mlx_lm")
-    head = model.language_model.lm_head
+    own = {"GatedDeltaNet", "Attention", "SparseMoeBlock", "MLP"}
     for arm in (stock, lily):
-        assert arm.model.language_model.lm_head is not head
-        assert arm.model.language_model.lm_head.weight is head.weight
+        engine = "lily_mlx" if arm is lily else "mlx_lm"
+        for (path, theirs), (_, ours) in zip(model.named_modules(), arm.model.named_modules(), strict=True):
+            assert (ours is theirs) == (not ours.children()), path
+            assert type(theirs).__module__.startswith(("mlx", "mlx_lm"))
+            assert type(theirs).__name__ not in own or type(ours).__module__.startswith(engine)
 
 
 def test_a_switch_is_off_only_while_its_arm_runs(model, monkeypatch):
@@ -325,10 +327,11 @@ def test_bad_input_is_one_line(words, said, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "x").exists()
 
 
-def test_every_switch_of_an_ablation_is_an_op():
-    ops = {kernel.stem for kernel in all_kernels()}
-    assert {a.switch for a in ABLATIONS if a.switch} <= ops
-    assert arms.parse("lily,lily-without-qmv") == ["lily", "lily-without-qmv"]
+def test_arms_are_named_by_what_is_off():
+    names = ["lily", "lily-without-qmv", "lily-without-expert_gemm", "lily-without-token_on_gpu"]
+    assert arms.parse(",".join(names)) == names
+    with pytest.raises(UsageError, match=r"NAME one of .*prompt_chunks"):
+        arms.parse("lily-without-expert_scatter")  # a part of expert_route
 
 
 def test_stock_plus_takes_the_faster_of_the_ops_that_exist(model, monkeypatch):

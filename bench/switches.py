@@ -1,0 +1,94 @@
+"""What a ``lily-without-NAME`` arm switches off: an op, several ops, or a mechanism that is no op.
+
+An op is off by its name in ``LILY_DISABLE``. A mechanism is off while one function is patched. Its name is in
+``LILY_DISABLE`` then too, where no op answers to it: a function compiled meanwhile belongs to these settings
+and is not found under others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+
+from lily_mlx import tiles
+from lily_mlx.launch.kernel import all_kernels
+from lily_mlx.models import LilyModel
+from lily_mlx.prompt import PromptStep
+from lily_mlx.step import DecodeStep
+
+Context = contextlib.AbstractContextManager[Any]
+
+_generate = importlib.import_module("mlx_lm.generate")  # the package's attribute of that name is a function
+
+_SECOND_KERNELS = {"attention_combine", "expert_choose", "expert_scatter"}
+"""Kernels that run as a part of another op, with which they are switched."""
+
+_SEVERAL_OPS = {"expert_gemm": ("expert_gemm_gate_up", "expert_gemm_down")}
+
+
+def _fixed_tile(op: str, **sizes: int) -> Context:
+    """The op's tile is always the one that the table has for these sizes."""
+    choose = tiles._choose
+
+    def fixed(name: str, chip: str, found: tuple[tuple[str, int], ...]) -> Any:
+        return choose(name, chip, tuple((dict(found) | sizes).items()) if name == op else found)
+
+    return patch.object(tiles, "_choose", fixed)
+
+
+def _whole_prompt() -> Context:
+    """A prompt is one chunk, whatever the prefill step."""
+    stock = _generate.generate_step
+
+    def generate_step(prompt: mx.array, model: Any, **options: Any) -> Any:
+        return stock(prompt, model, **options | {"prefill_step_size": max(prompt.size, 1)})
+
+    return patch.object(_generate, "generate_step", generate_step)
+
+
+def _token_read_back() -> Context:
+    """The CPU reads each token, so it begins to prepare a step only when the one before is computed."""
+    call = LilyModel.__call__
+
+    def read_first(self: Any, inputs: mx.array, *args: Any, **options: Any) -> mx.array:
+        if inputs.size == 1:
+            inputs = mx.array(inputs.tolist(), dtype=inputs.dtype)
+        return call(self, inputs, *args, **options)
+
+    return patch.object(LilyModel, "__call__", read_first)
+
+
+def _layer_by_layer(step: type) -> Context:
+    """A compiled step takes no call."""
+    return patch.object(step, "why_not", lambda self, inputs, cache: "switched off")
+
+
+_MECHANISMS: dict[str, Callable[[], Context]] = {
+    "expert_tiles": lambda: _fixed_tile("expert_gemm_gate_up", load=0),
+    "attention_layout": lambda: _fixed_tile("attention_decode", capacity=1),
+    "prompt_chunks": _whole_prompt,
+    "token_on_gpu": _token_read_back,
+    "prompt_step": lambda: _layer_by_layer(PromptStep),
+    "decode_step": lambda: _layer_by_layer(DecodeStep),
+}
+
+
+def names() -> list[str]:
+    """Every name that can be switched off."""
+    ops = {kernel.stem for kernel in all_kernels()} - _SECOND_KERNELS
+    return sorted({*ops, *_SEVERAL_OPS, *_MECHANISMS})
+
+
+def disabled(name: str) -> tuple[str, ...]:
+    """What ``LILY_DISABLE`` names while ``name`` is off."""
+    return _SEVERAL_OPS.get(name, (name,))
+
+
+def off(name: str) -> Context:
+    """A context in which a mechanism is off; for an op it does nothing, because ``LILY_DISABLE`` does."""
+    return _MECHANISMS.get(name, contextlib.nullcontext)()

@@ -1,0 +1,178 @@
+"""The arms with something switched off: what is off inside, nothing outside, and the same results."""
+
+import inspect
+import os
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from bench import ab, arms, gate, random_weights, switches
+from bench.ablations import ABLATIONS
+from lily_mlx import prompt, step, tiles
+from lily_mlx.counters import counts
+from lily_mlx.layers import attention, feed_forward, gated_delta_net, projection
+from lily_mlx.models import LilyModel
+from lily_mlx.ops.tile_product import grouped_tile
+from lily_mlx.settings import settings
+from tests.plugin.test_cases import small_moe
+
+NAMES = switches.names()
+
+
+def switched(name):
+    return arms.WITHOUT + name
+
+
+@pytest.fixture(scope="module")
+def model():
+    sizes = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "head_dim": 64}
+    config = small_moe(**sizes, num_hidden_layers=4) | {"quantization": {"group_size": 64, "bits": 4}}
+    return random_weights.build(config)
+
+
+@pytest.fixture
+def host(monkeypatch):
+    monkeypatch.setenv("LILY_BACKEND", "host")
+
+
+def patched_functions():
+    return (
+        tiles._choose,
+        switches._generate.generate_step,
+        LilyModel.__call__,
+        prompt.PromptStep.why_not,
+        step.DecodeStep.why_not,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_arm_is_entered_and_left_cleanly(name, model):
+    before, environment = patched_functions(), dict(os.environ)
+    (arm,) = arms.make([switched(name)], model)
+    with arm.active():
+        assert settings().disabled_ops == set(switches.disabled(name))
+        changed = [a is not b for a, b in zip(before, patched_functions(), strict=True)]
+        assert sum(changed) == (name in switches._MECHANISMS)
+    assert patched_functions() == before
+    assert dict(os.environ) == environment
+
+
+def test_every_op_is_one_that_layers_ask_about():
+    asked = "".join(inspect.getsource(m) for m in (attention, feed_forward, gated_delta_net, projection))
+    for name in NAMES:
+        for op in switches.disabled(name):
+            assert (name in switches._MECHANISMS) or f'why_not("{op}"' in asked, op
+
+
+def test_every_mechanism_has_a_switch_or_a_reason():
+    for a in ABLATIONS:
+        assert (a.switch in NAMES) if a.switch else a.why_no_switch
+    mechanisms = {number for a in ABLATIONS for number in a.mechanism.split(", ")}
+    assert {*(f"P{i}" for i in range(1, 7)), *(f"D{i}" for i in range(1, 8))} <= mechanisms
+
+
+def test_no_arm_finds_what_another_compiled(model):
+    made = arms.make(["lily", *map(switched, NAMES)], model)
+    keys = set()
+    for arm in made:
+        with arm.active():
+            keys.add(settings())
+    assert len(keys) == len({id(step.decode_step(arm.model)) for arm in made}) == len(made)
+
+
+def test_fixed_tiles_of_experts(model):
+    (arm,) = arms.make([switched("expert_tiles")], model)
+    loads = [(tokens, 8, 256, "metal") for tokens in (32, 2048, 8192)]
+    with arm.active():
+        assert [grouped_tile(*load)["rows"] for load in loads] == [16] * 3
+        assert tiles.choose("qmm", "metal", T=2048, N=2048, K=2048)["rows"] > 16
+    assert grouped_tile(*loads[2])["rows"] > 16
+
+
+def test_one_layout_of_attention(model):
+    (arm,) = arms.make([switched("attention_layout")], model)
+    sizes = {"Hk": 2, "group": 8, "D": 256}
+    general, fixed = (tiles.choose("attention_decode", "metal", capacity=n, **sizes) for n in (256, 1 << 17))
+    assert general["block_rows"] == 0 < fixed["block_rows"]
+    with arm.active():
+        assert tiles.choose("attention_decode", "metal", capacity=1 << 17, **sizes) == general
+
+
+def calls_of(arm, monkeypatch, measure):
+    """The tokens of each call of the arm's model, as it is given them."""
+    calls, run = [], LilyModel._run
+
+    def noted(self, inputs, cache, input_embeddings):
+        calls.append(inputs)
+        return run(self, inputs, cache, input_embeddings)
+
+    monkeypatch.setattr(LilyModel, "_run", noted)
+    with arm.active():
+        measure(arm.model)
+    return calls
+
+
+def test_a_prompt_without_chunks(model, monkeypatch):
+    whole, chunked = arms.make([switched("prompt_chunks"), "lily"], model)
+    measure = ab._Prefill(ab.random_prompt(128, 0)(10), 4).time
+    assert [x.size for x in calls_of(chunked, monkeypatch, measure)] == [4, 4, 1, 1]
+    monkeypatch.undo()
+    assert [x.size for x in calls_of(whole, monkeypatch, measure)] == [9, 1]
+
+
+@pytest.mark.parametrize("name", ["lily", switched("token_on_gpu")])
+def test_the_token_is_read_before_the_next_step(name, model, monkeypatch):
+    (arm,) = arms.make([name], model)
+    token = mx.array([[3]])
+    read = calls_of(arm, monkeypatch, lambda m: m(token, cache=make_prompt_cache(m)))
+    assert read[0].tolist() == [[3]]
+    assert (read[0] is token) == (name == "lily")
+
+
+@pytest.mark.parametrize("name", ["decode_step", "prompt_step"])
+def test_a_step_is_not_compiled(name, model, host):
+    (arm,) = arms.make([switched(name)], model)
+    cache = make_prompt_cache(arm.model)
+    arm.model(mx.array([[1, 2]]), cache=cache)
+    taken = {"decode_step": step.decode_step, "prompt_step": prompt.prompt_step}[name](arm.model)
+    with arm.active():
+        assert taken.why_not(mx.array([[1]]), cache) == "switched off"
+    assert taken.why_not(mx.array([[1]]), cache) != "switched off"
+
+
+KERNELS_OFF = {
+    "expert_gemm": ("expert_gemm_gate_up", "expert_gemm_down"),
+    "expert_route": ("expert_route", "expert_choose"),
+    "gated_delta_scan": ("gated_delta_scan",),
+    "qmv": ("qmv",),
+    "attention_decode": ("attention_decode",),
+    "decode_step": ("gated_delta_step", "expert_gate_up", "attention_decode"),
+    "expert_tiles": (),
+    "attention_layout": (),
+    "token_on_gpu": (),
+    "prompt_chunks": (),
+}
+"""Kernels that the prompt and the tokens of the gate no longer run."""
+
+
+def test_arms_in_kernels_agree_with_stock_on_one_set_of_weights(model, host, monkeypatch):
+    monkeypatch.setattr(gate, "TOKENS", 6)
+    monkeypatch.setattr(gate, "CHUNK", 4)
+    names = ["stock", "lily", *map(switched, KERNELS_OFF)]
+    made = arms.make(names, model)
+    tokens = ab.random_prompt(128, 0)(6)
+    mx.clear_cache()
+    weights = mx.get_active_memory()
+    ran = {}
+    for arm in made:
+        counts.clear()
+        gate.check(model, [arm], tokens, trained=False)
+        ran[arm.name] = {name.removeprefix("op.") for name in counts if name.startswith("op.")}
+    assert not ran["stock"]
+    for name, kernels in KERNELS_OFF.items():
+        assert not kernels or set(kernels) & ran["lily"], name
+        assert not set(kernels) & ran[switched(name)], name
+    # Lily joined matrices, once for all arms.
+    mx.clear_cache()
+    assert mx.get_active_memory() < 1.5 * weights
