@@ -5,8 +5,8 @@
 //
 //   chosen      [(TOP_K + 1) (M + 2)] f32   h, expert after expert; experts, as numbers; weights
 //   residual    [N]          InT
-//   weight      [E, N, P]    u32     P = M * BITS / 32; the shared expert is the last of E
-//   scales, biases [E, N, G]  ScaleT  G = M / GROUP
+//   matrices    [*]          u32     weights [E + 1, N, M * BITS / 32], the shared expert's last; then scales and biases
+//                                  [E + 1, N, M / GROUP] ScaleT, see common/packed_rows.h
 //   y           [N]          InT
 //
 // Who owns what: a threadgroup owns ROWS rows of y, and each of its TOP_K + 1 simdgroups one expert's part of
@@ -22,7 +22,7 @@
 
 #include "common/packed_rows.h"
 
-template <typename InT, typename ScaleT, int N, int M, int TOP_K, int GROUP, int BITS, int ROWS, int AHEAD>
+template <typename InT, typename ScaleT, int N, int M, int E, int TOP_K, int GROUP, int BITS, int ROWS, int AHEAD>
 struct ExpertDown {
   static_assert(N % ROWS == 0, "N is a multiple of ROWS");
   enum : int {
@@ -51,9 +51,7 @@ struct ExpertDown {
   LILY_INLINE void run(
       LILY_DEVICE const f32* chosen,
       LILY_DEVICE const InT* residual,
-      LILY_DEVICE const u32* weight,
-      LILY_DEVICE const ScaleT* scales,
-      LILY_DEVICE const ScaleT* biases,
+      LILY_DEVICE const u32* matrices,
       LILY_DEVICE InT* y,
       int block) {
     const int row = block * ROWS;
@@ -67,7 +65,9 @@ struct ExpertDown {
     vector.memory = memory + slot * Vector::FLOATS;
     vector.template fill<false>(chosen + slot * M, chosen, lane, lane);
     Rows rows;
-    rows.start(weight, scales, biases, i64(expert) * N + row + Rows::row_in_block(lane));
+    constexpr i64 ALL_ROWS = i64(E + 1) * N;
+    const auto joined = lily_packed_matrix<ScaleT>::at(matrices, ALL_ROWS * (M * BITS / 32), ALL_ROWS * (M / GROUP));
+    rows.start(joined.weight, joined.scales, joined.biases, i64(expert) * N + row + Rows::row_in_block(lane));
     rows.load_first(lane);
     rows.clear();
     LILY_NO_UNROLL
@@ -108,9 +108,9 @@ struct ExpertDown {
 };
 
 // ---- body ----
-using Op = ExpertDown<InT, ScaleT, N, M, TOP_K, GROUP, BITS, ROWS, AHEAD>;
+using Op = ExpertDown<InT, ScaleT, N, M, E, TOP_K, GROUP, BITS, ROWS, AHEAD>;
 LILY_THREADGROUP_ARRAY(f32, memory, Op::FLOATS);
 LILY_THREADGROUP_ARRAY(f32, parts, Op::PARTS);
 Op op = {
     memory, parts, thread_index_in_threadgroup, int(simdgroup_index_in_threadgroup), thread_index_in_simdgroup};
-op.run(chosen, residual, weight, scales, biases, y, int(threadgroup_position_in_grid.x));
+op.run(chosen, residual, matrices, y, int(threadgroup_position_in_grid.x));

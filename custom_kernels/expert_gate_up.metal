@@ -8,8 +8,9 @@
 //   x           [K]                 InT
 //   norm_weight [K]                 NormT
 //   logits      [E + 1]             LogitT  router, then the shared expert's gate
-//   weight      [2 (E + 1), M, P]   u32     P = K * BITS / 32: gate of every expert and of the shared one, then up
-//   scales, biases [2 (E + 1), M, G]  ScaleT  G = K / GROUP
+//   matrices    [*]                 u32     weights [2 (E + 1), M, K * BITS / 32]: gate of every expert and of the
+//                                         shared one, then up; then scales and biases [2 (E + 1), M, K / GROUP]
+//                                         ScaleT, see common/packed_rows.h
 //   chosen      [(TOP_K + 1) (M + 2)] f32   h, expert after expert; experts, as numbers; weights, of which the
 //                                         shared expert's is the sigmoid of its gate
 //
@@ -74,9 +75,7 @@ struct ExpertGateUp {
   LILY_INLINE void run(
       LILY_DEVICE const InT* x,
       LILY_DEVICE const NormT* norm_weight,
-      LILY_DEVICE const u32* weight,
-      LILY_DEVICE const ScaleT* scales,
-      LILY_DEVICE const ScaleT* biases,
+      LILY_DEVICE const u32* matrices,
       int threadgroup_index) {
     const int slot = TOP_K - threadgroup_index / BLOCKS;  // the expert's place in the choice, TOP_K for the shared one
     const int block = threadgroup_index % BLOCKS;
@@ -104,8 +103,10 @@ struct ExpertGateUp {
     Rows gate;
     Rows up;
     const i64 expert_row = i64(expert) * M + first;
-    gate.start(weight, scales, biases, expert_row);
-    up.start(weight, scales, biases, expert_row + i64(E + 1) * M);
+    constexpr i64 ALL_ROWS = i64(2) * (E + 1) * M;
+    const auto parts = lily_packed_matrix<ScaleT>::at(matrices, ALL_ROWS * (K * BITS / 32), ALL_ROWS * (K / GROUP));
+    gate.start(parts.weight, parts.scales, parts.biases, expert_row);
+    up.start(parts.weight, parts.scales, parts.biases, expert_row + i64(E + 1) * M);
     LILY_UNROLL
     for (int chunk = 0; chunk < DEPTH; ++chunk) {
       gate.load(chunk, chunk, lane);
@@ -168,4 +169,4 @@ LILY_THREADGROUP_ARRAY(u32, ranking, Op::Ranking::WORDS);
 Op op = {
     logits, chosen, {vector}, {ranking},
     thread_index_in_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup};
-op.run(x, norm_weight, weight, scales, biases, int(threadgroup_position_in_grid.x));
+op.run(x, norm_weight, matrices, int(threadgroup_position_in_grid.x));

@@ -5,9 +5,8 @@
 //   with HAS_RESIDUAL  y = y + residual
 //
 //   x            [K]            InT
-//   weight       [N, K*BITS/32] u32     numbers from the low bits on
-//   scales       [N, K/GROUP]   ScaleT
-//   biases       [N, K/GROUP]   ScaleT
+//   matrix       [*]            u32     weights [N, K*BITS/32], numbers from the low bits on, then scales and biases
+//                                       [N, K/GROUP] ScaleT, see common/packed_rows.h
 //   norm_weight  [K]            NormT   HAS_NORM
 //   residual     [N]            InT     HAS_RESIDUAL
 //   y            [N]            OutT
@@ -31,9 +30,7 @@ template <
     bool HAS_NORM, bool HAS_RESIDUAL, int ROWS, int REPEAT, int AHEAD, int SIMDGROUPS, typename NormT, typename ResidualT>
 LILY_INLINE void qmv(
     LILY_DEVICE const InT* x,
-    LILY_DEVICE const u32* weight,
-    LILY_DEVICE const ScaleT* scales,
-    LILY_DEVICE const ScaleT* biases,
+    LILY_DEVICE const u32* matrix,
     LILY_DEVICE const NormT* norm_weight,
     LILY_DEVICE const ResidualT* residual,
     LILY_DEVICE OutT* y,
@@ -48,10 +45,11 @@ LILY_INLINE void qmv(
   lily_shared_vector<K, SIMDGROUPS> vector;
   vector.memory = memory;
 
+  const auto parts = lily_packed_matrix<ScaleT>::at(matrix, i64(N) * (K * BITS / 32), i64(N) * (K / GROUP));
   const int last = N - ROWS;
   int row = block * (STEP * REPEAT) + int(simdgroup) * Rows::BLOCK_ROWS + Rows::row_in_block(lane);
   Rows rows;
-  rows.start(weight, scales, biases, lily_min(row, last));
+  rows.start(parts.weight, parts.scales, parts.biases, lily_min(row, last));
   rows.load_first(lane);
   vector.template fill<HAS_NORM>(x, norm_weight, thread_index, lane);
   lily_threadgroup_barrier();
@@ -79,7 +77,7 @@ LILY_INLINE void qmv(
         rows.load(chunk + DEPTH, lane);
       } else if (i + 1 < REPEAT) {
         if (chunk + DEPTH == CHUNKS) {
-          rows.start(weight, scales, biases, lily_min(row + STEP, last));
+          rows.start(parts.weight, parts.scales, parts.biases, lily_min(row + STEP, last));
         }
         rows.load(chunk + DEPTH - CHUNKS, lane);
       }
@@ -98,5 +96,5 @@ LILY_INLINE void qmv(
 // ---- body ----
 LILY_THREADGROUP_ARRAY(f32, memory, (lily_shared_vector<K, SIMDGROUPS>::FLOATS));
 qmv<InT, OutT, ScaleT, N, K, GROUP, BITS, EPS_BITS, HAS_NORM, HAS_RESIDUAL, ROWS, REPEAT, AHEAD, SIMDGROUPS>(
-    x, weight, scales, biases, norm_weight, residual, y, memory, int(threadgroup_position_in_grid.x),
+    x, matrix, norm_weight, residual, y, memory, int(threadgroup_position_in_grid.x),
     thread_index_in_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);

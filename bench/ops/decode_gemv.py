@@ -95,7 +95,8 @@ def random_matrix(*shape: int, bits: int = 4) -> Packed:
     spread = (2**bits - 1) / math.sqrt(12)
     scales = mx.random.uniform(0.5, 1.5, groups) / (spread * math.sqrt(columns))
     scales = scales.astype(DTYPE)
-    return Packed(weight, scales, (scales * (-(2**bits - 1) / 2)).astype(DTYPE), bits, GROUP)
+    packed = Packed(weight, scales, (scales * (-(2**bits - 1) / 2)).astype(DTYPE), bits, GROUP)
+    return packed._replace(buffer=packed.in_one())
 
 
 def relative_error(got: mx.array, want: mx.array) -> float:
@@ -137,7 +138,7 @@ def qmv_job(
     ends = list(itertools.accumulate(rows, initial=0))
     parts = [
         [
-            Packed(*(array[start:end] for array in matrix[:3]), *matrix[3:])
+            Packed(*(array[start:end] for array in matrix[:3]), matrix.bits, matrix.group_size)
             for start, end in itertools.pairwise(ends)
         ]
         for matrix in joined

@@ -16,6 +16,22 @@
 
 // The part of the vector that meets one 16-byte load of a row. Numbers at even and at odd places have sums of
 // their own.
+// A matrix in one buffer: all weights, then all scales, then all biases, each from a multiple of 16 bytes on.
+template <typename ScaleT>
+struct lily_packed_matrix {
+  LILY_DEVICE const u32* weight;
+  LILY_DEVICE const ScaleT* scales;
+  LILY_DEVICE const ScaleT* biases;
+
+  static LILY_INLINE lily_packed_matrix at(LILY_DEVICE const u32* buffer, i64 words, i64 groups) {
+    LILY_DEVICE const u32* scales = buffer + (words + 3) / 4 * 4;
+    LILY_DEVICE const u32* biases = scales + (groups * i64(sizeof(ScaleT)) + 15) / 16 * 4;
+    return {
+        buffer, reinterpret_cast<LILY_DEVICE const ScaleT*>(scales),
+        reinterpret_cast<LILY_DEVICE const ScaleT*>(biases)};
+  }
+};
+
 template <int BITS>
 struct lily_operand {
   enum : int { VALUES = 128 / BITS, START_EVEN = 256, START_ODD = BITS == 4 ? 16 : 256 };

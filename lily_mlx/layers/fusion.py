@@ -1,9 +1,9 @@
-"""Quantised matrices that one launch multiplies, joined in one array.
+"""Quantised matrices that one launch multiplies, joined in one buffer.
 
-Every buffer of a launch costs the CPU, so a decode kernel takes one matrix: the rows of q, k and v behind one
-another, or the experts' gate and up projections and the shared expert's. The modules keep their parameters,
-which become views of the joined arrays: stock's code, saving, LoRA and ``model.update`` work as before, and
-nothing is kept twice.
+Every buffer of a launch costs the CPU, so a decode kernel takes one: the rows of q, k and v behind one
+another, or the experts' gate and up projections and the shared expert's; first all weights, then all scales,
+then all biases. The modules keep their parameters, which become views of the buffer: stock's code, saving,
+LoRA and ``model.update`` work as before, and nothing is kept twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from ..ops.packed import Packed
+from ..ops.packed import Packed, in_one_buffer, part_views
 
 _PARTS = ("weight", "scales", "biases")
 
@@ -33,8 +33,6 @@ def join(modules: Sequence[nn.Module]) -> Packed | None:
         modules: quantised linear layers. Their kind is the caller's to check.
     """
     matrices = [Packed.of(module) for module in modules]
-    if len(matrices) == 1:
-        return matrices[0]
     if why_apart(matrices) is not None:
         return None
     return _find(matrices) or _join(modules, matrices)
@@ -68,21 +66,26 @@ def _find(matrices: Sequence[Packed]) -> Packed | None:
 
 def _join(modules: Sequence[nn.Module], matrices: Sequence[Packed]) -> Packed:
     axes = max(matrix.weight.ndim for matrix in matrices)
-    joined = []
+    wholes = []
     for part in _PARTS:
         arrays = [getattr(matrix, part) for matrix in matrices]
-        whole = mx.concatenate([array if array.ndim == axes else array[None] for array in arrays])
-        mx.eval(whole)
+        wholes.append(mx.concatenate([array if array.ndim == axes else array[None] for array in arrays]))
+    buffer = in_one_buffer(wholes)
+    mx.eval(buffer)
+    joined = []
+    for part, whole, flat in zip(_PARTS, wholes, part_views(buffer, wholes), strict=True):
+        view = flat.reshape(whole.shape)
         start = 0
-        for module, array in zip(modules, arrays, strict=True):
-            count = array.shape[0] if array.ndim == axes else 1
-            view = whole[start : start + count]
-            module[part] = view if array.ndim == axes else view[0]
+        for module, matrix in zip(modules, matrices, strict=True):
+            count = matrix.weight.shape[0] if matrix.weight.ndim == axes else 1
+            own = view[start : start + count]
+            module[part] = own if matrix.weight.ndim == axes else own[0]
             mx.eval(module[part])
             start += count
-        joined.append(whole)
+        joined.append(view)
+    mx.eval(joined)
     weight, scales, biases = joined
-    packed = Packed(weight, scales, biases, matrices[0].bits, matrices[0].group_size)
+    packed = Packed(weight, scales, biases, matrices[0].bits, matrices[0].group_size, buffer)
     views = _arrays([Packed.of(module) for module in modules])
     key = id(views[0])
     _joined[key] = (packed, [weakref.ref(view) for view in views])

@@ -34,7 +34,7 @@ MAX_CHUNK = 512  # values of h in threadgroup memory at once, for each expert
 def _template(
     residual: mx.Dtype, scales: mx.Dtype, sizes: Mapping[str, int], tile: Mapping[str, int]
 ) -> dict[str, int | bool | mx.Dtype]:
-    """``sizes``: N M TOP_K GROUP BITS."""
+    """``sizes``: N M E TOP_K GROUP BITS."""
     rows = max(tile["rows"], 32 // _lanes(sizes["M"], sizes["BITS"]))
     return {"InT": residual, "ScaleT": scales, **sizes, "ROWS": rows, "AHEAD": tile["ahead"]}
 
@@ -56,20 +56,14 @@ def _threadgroup_bytes(template: Mapping[str, Any]) -> int:
 
 
 def _variant(
-    residual: mx.Dtype, scales: mx.Dtype, E: int, sizes: Mapping[str, int], tile: Mapping[str, int]
+    residual: mx.Dtype, scales: mx.Dtype, sizes: Mapping[str, int], tile: Mapping[str, int]
 ) -> Variant:
     template = _template(residual, scales, sizes, tile)
-    axes = {
-        "E": E,
-        "P": sizes["M"] * sizes["BITS"] // 32,
-        "G": sizes["M"] // sizes["GROUP"],
-        "C": (sizes["TOP_K"] + 1) * (sizes["M"] + 2),
-    }
-    return Variant(template, axes, *_threads(template))
+    return Variant(template, {"C": (sizes["TOP_K"] + 1) * (sizes["M"] + 2)}, *_threads(template))
 
 
-_QWEN = {"N": 2048, "M": 512, "TOP_K": 8, "GROUP": 64, "BITS": 4}
-_SMALL = {"N": 64, "M": 96, "TOP_K": 7, "GROUP": 32, "BITS": 8}
+_QWEN = {"N": 2048, "M": 512, "E": 256, "TOP_K": 8, "GROUP": 64, "BITS": 4}
+_SMALL = {"N": 64, "M": 96, "E": 9, "TOP_K": 7, "GROUP": 32, "BITS": 8}
 
 KERNEL = declare(
     Kernel(
@@ -77,15 +71,13 @@ KERNEL = declare(
         inputs=(
             Buffer("chosen", "C", "float32"),
             Buffer("residual", "*", "InT"),
-            Buffer("weight", "E N P", "uint32"),
-            Buffer("scales", "E N G", "ScaleT"),
-            Buffer("biases", "E N G", "ScaleT"),
+            Buffer("matrices", "*", "uint32"),
         ),
         outputs=(Buffer("y", "*", "InT"),),
-        template=("InT", "ScaleT", "N", "M", "TOP_K", "GROUP", "BITS", "ROWS", "AHEAD"),
+        template=("InT", "ScaleT", "N", "M", "E", "TOP_K", "GROUP", "BITS", "ROWS", "AHEAD"),
         variants=(
-            _variant(mx.bfloat16, mx.bfloat16, 257, _QWEN, {"rows": 16, "ahead": 1}),
-            _variant(mx.float16, mx.float32, 10, _SMALL, {"rows": 8, "ahead": 2}),
+            _variant(mx.bfloat16, mx.bfloat16, _QWEN, {"rows": 16, "ahead": 1}),
+            _variant(mx.float16, mx.float32, _SMALL, {"rows": 8, "ahead": 2}),
         ),
         threadgroup_bytes=_threadgroup_bytes,
     )
@@ -168,6 +160,7 @@ def expert_down(
     sizes = {
         "N": residual.shape[-1],
         "M": matrices.columns,
+        "E": matrices.weight.shape[0] - 1,
         "TOP_K": top_k,
         "GROUP": matrices.group_size,
         "BITS": matrices.bits,
@@ -178,7 +171,7 @@ def expert_down(
     grid, threadgroup = _threads(template)
     (y,) = launch(
         KERNEL,
-        [chosen, residual, matrices.weight, matrices.scales, matrices.biases],
+        [chosen, residual, matrices.in_one()],
         template=template,
         grid=grid,
         threadgroup=threadgroup,

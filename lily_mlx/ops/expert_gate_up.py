@@ -99,15 +99,7 @@ def _threadgroup_bytes(K: int, E: int, top_k: int, simdgroups: int) -> int:
 
 def _variant(dtypes: Sequence[mx.Dtype], sizes: Mapping[str, int], tile: Mapping[str, int]) -> Variant:
     template = _template(dtypes, sizes, 1e-6, tile)
-    K, E, top_k = sizes["K"], sizes["E"], sizes["TOP_K"]
-    axes = {
-        "L": E + 1,
-        "N": 2 * (E + 1),
-        "P": K * sizes["BITS"] // 32,
-        "G": K // sizes["GROUP"],
-        "C": (top_k + 1) * (sizes["M"] + 2),
-    }
-    return Variant(template, axes, *_threads(template))
+    return Variant(template, {"C": (sizes["TOP_K"] + 1) * (sizes["M"] + 2)}, *_threads(template))
 
 
 _QWEN = {"K": 2048, "M": 512, "E": 256, "TOP_K": 8, "GROUP": 64, "BITS": 4}
@@ -120,9 +112,7 @@ KERNEL = declare(
             Buffer("x", "*", "InT"),
             Buffer("norm_weight", "K", "NormT"),
             Buffer("logits", "*", "LogitT"),
-            Buffer("weight", "N M P", "uint32"),
-            Buffer("scales", "N M G", "ScaleT"),
-            Buffer("biases", "N M G", "ScaleT"),
+            Buffer("matrices", "*", "uint32"),
         ),
         outputs=(Buffer("chosen", "C", "float32"),),
         template=(
@@ -254,7 +244,7 @@ def expert_gate_up(
     grid, threadgroup = _threads(template)
     (chosen,) = launch(
         KERNEL,
-        [x, norm_weight, logits, matrices.weight, matrices.scales, matrices.biases],
+        [x, norm_weight, logits, matrices.in_one()],
         template=template,
         grid=grid,
         threadgroup=threadgroup,

@@ -19,13 +19,26 @@ ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 
 
 class Packed(NamedTuple):
-    """A quantised matrix, or one matrix for each expert."""
+    """A quantised matrix, or one matrix for each expert.
+
+    Attributes:
+        weight, scales, biases: MLX's three arrays.
+        bits, group_size: MLX's.
+        buffer: None, or :func:`in_one_buffer` of the three, which then may be views of it.
+    """
 
     weight: mx.array
     scales: mx.array
     biases: mx.array
     bits: int
     group_size: int
+    buffer: mx.array | None = None
+
+    def in_one(self) -> mx.array:
+        """The buffer that decode kernels take; where there is none it is made, at the price of a copy."""
+        if self.buffer is not None:
+            return self.buffer
+        return in_one_buffer([self.weight, self.scales, self.biases])
 
     @classmethod
     def of(cls, layer: Any) -> Packed:
@@ -53,6 +66,36 @@ class Packed(NamedTuple):
         return mx.dequantize(
             weight, scales.astype(mx.float32), biases.astype(mx.float32), self.group_size, self.bits
         )
+
+
+PART_BYTES = 16
+"""Where the parts of a buffer begin: at multiples of it, as loads of 16 bytes want."""
+
+
+def in_one_buffer(arrays: Sequence[mx.array]) -> mx.array:
+    """The bytes of arrays behind one another as uint32 [words], each from a multiple of PART_BYTES on."""
+    parts = []
+    for array in arrays:
+        flat = array.reshape(-1)
+        if missing := -array.nbytes % PART_BYTES:
+            flat = mx.concatenate([flat, mx.zeros((missing // array.dtype.size,), array.dtype)])
+        parts.append(flat.view(mx.uint32))
+    return mx.concatenate(parts)
+
+
+def part_views(buffer: mx.array, arrays: Sequence[mx.array]) -> list[mx.array]:
+    """Views of :func:`in_one_buffer` that show what the arrays show, flat.
+
+    Args:
+        buffer: made of ``arrays``.
+        arrays: for their sizes and dtypes.
+    """
+    views, start = [], 0
+    for array in arrays:
+        words = -(-array.nbytes // PART_BYTES) * PART_BYTES // 4
+        views.append(buffer[start : start + words].view(array.dtype)[: array.size])
+        start += words
+    return views
 
 
 def why_not(name: str, matrix: Packed, columns: int, experts: int | None = None) -> str | None:

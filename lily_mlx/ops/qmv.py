@@ -94,7 +94,7 @@ def _variant(
     template = _template(
         x, y, scales, x if has_norm else None, N, K, group_size, bits, 1e-6, has_residual, tile
     )
-    return Variant(template, {"G": K // group_size, "P": K * bits // 32}, *_threads(template))
+    return Variant(template, {}, *_threads(template))
 
 
 _TILE = {"rows": 4, "repeat": 1, "ahead": 2, "simdgroups": 8}
@@ -105,9 +105,7 @@ KERNEL = declare(
         stem="qmv",
         inputs=(
             Buffer("x", "*", "InT"),
-            Buffer("weight", "N P", "uint32"),
-            Buffer("scales", "N G", "ScaleT"),
-            Buffer("biases", "N G", "ScaleT"),
+            Buffer("matrix", "*", "uint32"),
             Buffer("norm_weight", "K", "NormT", optional=True),
             Buffer("residual", "*", "InT", optional=True),
         ),
@@ -222,7 +220,7 @@ def qmv(
     grid, threadgroup = _threads(template)
     (y,) = launch(
         KERNEL,
-        [x, matrix.weight, matrix.scales, matrix.biases, norm_weight, residual],
+        [x, matrix.in_one(), norm_weight, residual],
         template=template,
         grid=grid,
         threadgroup=threadgroup,

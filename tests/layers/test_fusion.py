@@ -6,6 +6,7 @@ import copy
 import gc
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
@@ -107,10 +108,19 @@ def test_saved_weights_are_the_modules_own(tmp_path):
     assert {name: array.astype(mx.float32).tolist() for name, array in loaded.items()} == want
 
 
-def test_a_single_module_is_left_alone():
-    module = linear(5)
-    weight = module.weight
-    assert join([module]).weight is weight
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_the_buffer_has_the_three_parts_each_at_a_multiple_of_16_bytes(rows):
+    """Three groups of float16 a row: scales that fill no whole words."""
+    module = linear(rows, columns=96)
+    module.set_dtype(mx.float16)
+    want = [np.array(getattr(module, part)).tobytes() for part in fusion._PARTS]
+    raw = np.array(join([module]).buffer).tobytes()
+    start = 0
+    for part in want:
+        assert raw[start : start + len(part)] == part
+        start += -(-len(part) // 16) * 16
+    assert len(raw) == start
+    assert [np.array(getattr(module, part)).tobytes() for part in fusion._PARTS] == want
 
 
 @pytest.mark.parametrize(

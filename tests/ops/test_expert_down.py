@@ -124,11 +124,13 @@ def test_on_metal_it_is_one_dispatch():
         if node["type"] == "primitive":
             names.append(node["name"])
 
-    def layer(chosen, residual, *parts):
+    def layer(chosen, residual, buffer):
         with backends.override("metal"):
-            return op.expert_down(chosen, residual, Packed(*parts, 4, 64), 8)
+            return op.expert_down(chosen, residual, arguments["matrices"]._replace(buffer=buffer), 8)
 
-    mx.export_function(record, layer, arguments["chosen"], arguments["residual"], *arguments["matrices"][:3])
+    mx.export_function(
+        record, layer, arguments["chosen"], arguments["residual"], arguments["matrices"].in_one()
+    )
     assert names == ["CustomKernel"]
 
 

@@ -183,12 +183,12 @@ def test_on_metal_it_is_one_dispatch():
         if node["type"] == "primitive":
             names.append(node["name"])
 
-    def layer(x, norm_weight, logits, *parts):
+    def layer(x, norm_weight, logits, buffer):
         with backends.override("metal"):
-            return op.expert_gate_up(x, norm_weight, logits, Packed(*parts, 4, 64), 8)
+            return op.expert_gate_up(x, norm_weight, logits, arguments["matrices"]._replace(buffer=buffer), 8)
 
     vectors = [arguments[name] for name in ("x", "norm_weight", "logits")]
-    mx.export_function(record, layer, *vectors, *arguments["matrices"][:3])
+    mx.export_function(record, layer, *vectors, arguments["matrices"].in_one())
     assert names == ["CustomKernel"]
 
 

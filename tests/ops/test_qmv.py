@@ -111,7 +111,7 @@ def test_rows_of_a_joined_matrix_give_the_same_bits_alone(backend):
     alone = [
         op.qmv(
             **arguments,
-            matrix=Packed(*(part[start:end] for part in joined[:3]), *joined[3:]),
+            matrix=Packed(*(part[start:end] for part in joined[:3]), joined.bits, joined.group_size),
             tile=TILES[1],
             backend=backend,
         )
@@ -189,15 +189,14 @@ def test_on_metal_it_is_one_dispatch_of_what_is_there(norm, residual):
         if node["type"] == "primitive":
             found.append((node["name"], len(node["inputs"])))
 
-    def layer(x, weight, scales, biases, *rest):
+    def layer(x, buffer, *rest):
         options = dict(zip(optional, rest, strict=True))
         with backends.override("metal"):
-            return op.qmv(x, Packed(weight, scales, biases, 4, 64), **options)
+            return op.qmv(x, arguments["matrix"]._replace(buffer=buffer), **options)
 
-    mx.export_function(
-        record, layer, arguments["x"], *arguments["matrix"][:3], *(arguments[name] for name in optional)
-    )
-    assert found == [("CustomKernel", 4 + len(optional))]
+    rest = [arguments[name] for name in optional]
+    mx.export_function(record, layer, arguments["x"], arguments["matrix"].in_one(), *rest)
+    assert found == [("CustomKernel", 2 + len(optional))]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
