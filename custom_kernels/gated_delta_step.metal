@@ -8,11 +8,9 @@
 //
 //   projected    [*]            InT   qkv: 2 Hk Dk + Hv Dv channels from element QKV_OFFSET: q, k, v
 //                                     z: Hv Dv elements from Z_OFFSET; b, a: Hv elements from B_OFFSET, A_OFFSET
-//   conv_weight  [C, 4, 1]      InT   C = 2 Hk Dk + Hv Dv
+//   constants    [*]            u32   conv_weight [C, 4, 1] InT, C = 2 Hk Dk + Hv Dv; A_log [Hv] ALogT; dt_bias [Hv] InT;
+//                                     norm_weight [Dv] InT: one after another, each from a multiple of 16 bytes on
 //   conv_state   [1, 3, C]      InT   the three tokens before this one, oldest first
-//   A_log        [Hv]           ALogT
-//   dt_bias      [Hv]           InT
-//   norm_weight  [Dv]           InT
 //   state        [1, Hv, Dv, Dk] f32
 //   y            [1, 1, N]      InT   N = Hv Dv
 //   conv_out     [1, 3, C]      InT   conv_state moved up by this token, bit for bit
@@ -211,11 +209,36 @@ LILY_INLINE void gated_delta_step(
   }
 }
 
+// What does not change from token to token, in one buffer; each part from a multiple of 16 bytes on.
+template <typename InT, typename ALogT, int C, int Hv>
+struct GatedDeltaConstants {
+  LILY_DEVICE const InT* conv_weight;
+  LILY_DEVICE const ALogT* A_log;
+  LILY_DEVICE const InT* dt_bias;
+  LILY_DEVICE const InT* norm_weight;
+
+  template <typename T>
+  static constexpr int words(int count) {
+    return (count * int(sizeof(T)) + 15) / 16 * 4;
+  }
+  static LILY_INLINE GatedDeltaConstants at(LILY_DEVICE const u32* constants) {
+    constexpr int A_LOG_AT = words<InT>(C * 4);
+    constexpr int DT_BIAS_AT = A_LOG_AT + words<ALogT>(Hv);
+    constexpr int NORM_WEIGHT_AT = DT_BIAS_AT + words<InT>(Hv);
+    return {
+        reinterpret_cast<LILY_DEVICE const InT*>(constants),
+        reinterpret_cast<LILY_DEVICE const ALogT*>(constants + A_LOG_AT),
+        reinterpret_cast<LILY_DEVICE const InT*>(constants + DT_BIAS_AT),
+        reinterpret_cast<LILY_DEVICE const InT*>(constants + NORM_WEIGHT_AT)};
+  }
+};
+
 // ---- body ----
+const auto parts = GatedDeltaConstants<InT, ALogT, 2 * Hk * Dk + Hv * Dv, Hv>::at(constants);
 LILY_THREADGROUP_ARRAY(f32, mixed, 2 * Dk + Dv);
 LILY_THREADGROUP_ARRAY(f32, readout, Dv);
 gated_delta_step<
     InT, ALogT, Dk, Dv, Hk, Hv, QKV_OFFSET, Z_OFFSET, B_OFFSET, A_OFFSET, EPS_BITS, LANES, SIMDGROUPS>(
-    projected, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, y, conv_out, state_out, mixed, readout,
-    threadgroup_position_in_grid.x, thread_index_in_threadgroup, simdgroup_index_in_threadgroup,
+    projected, parts.conv_weight, conv_state, parts.A_log, parts.dt_bias, parts.norm_weight, state, y, conv_out, state_out,
+    mixed, readout, threadgroup_position_in_grid.x, thread_index_in_threadgroup, simdgroup_index_in_threadgroup,
     thread_index_in_simdgroup);

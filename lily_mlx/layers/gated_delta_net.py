@@ -15,6 +15,7 @@ from ..ops.gated_delta_prepare import gated_delta_prepare
 from ..ops.gated_delta_scan import gated_delta_scan
 from ..ops.gated_delta_step import gated_delta_step
 from ..ops.gated_rms_norm import gated_rms_norm
+from ..ops.packed import in_one_buffer
 from .projection import project
 
 _QK_NORM_EPS = 1e-6  # added to the sum of squares, as in the model's own code
@@ -71,7 +72,11 @@ class GatedDeltaNet(stock.GatedDeltaNet):
         operands = (projected, self.conv1d.weight, conv_state, *weights)
         heads: dict[str, Any] = {"Hk": self.num_k_heads, "offsets": self._offsets()}
         if why_not("gated_delta_step", *operands, **heads) is None:
-            y, conv_state, state = gated_delta_step(*operands, eps=self.norm.eps, **heads)
+            constants = in_one_buffer([self.conv1d.weight, *weights[:3]])
+            mx.eval(constants)  # now, not at every run of a compiled step
+            y, conv_state, state = gated_delta_step(
+                *operands, eps=self.norm.eps, constants=constants, **heads
+            )
         else:
             y, conv_state, state = self._mix(projected, conv_state, state, None, None)
         return project(y, [self.out_proj], residual=x), conv_state, state

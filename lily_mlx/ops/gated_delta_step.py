@@ -25,7 +25,6 @@ h // (Hv // Hk). Everything between the inputs and the results is float32.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +33,7 @@ import mlx.core as mx
 from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, TemplateValue, Variant, declare, launch
 from ..tiles import choose
+from .packed import float_bits, in_one_buffer
 from .trust import self_check
 
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
@@ -57,7 +57,7 @@ def _template(
         "Z_OFFSET": offsets[1],
         "B_OFFSET": offsets[2],
         "A_OFFSET": offsets[3],
-        "EPS_BITS": struct.unpack("<i", struct.pack("<f", eps))[0],
+        "EPS_BITS": float_bits(eps),
         "LANES": tile["lanes"],
         "SIMDGROUPS": _simdgroups(sizes["Dv"], tile),
     }
@@ -96,11 +96,8 @@ KERNEL = declare(
         stem="gated_delta_step",
         inputs=(
             Buffer("projected", "*", "InT"),
-            Buffer("conv_weight", "C 4 1", "InT"),
             Buffer("conv_state", "1 3 C", "InT"),
-            Buffer("A_log", "Hv", "ALogT"),
-            Buffer("dt_bias", "Hv", "InT"),
-            Buffer("norm_weight", "Dv", "InT"),
+            Buffer("constants", "*", "uint32"),
             Buffer("state", "1 Hv Dv Dk", "float32"),
         ),
         outputs=(
@@ -244,6 +241,7 @@ def gated_delta_step(
     Hk: int,
     offsets: Sequence[int],
     eps: float = 1e-6,
+    constants: mx.array | None = None,
     tile: Mapping[str, int] | None = None,
     backend: str | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
@@ -254,6 +252,8 @@ def gated_delta_step(
         Hk: key heads.
         offsets: first element of qkv, z, b and a in ``projected``.
         eps: of the RMSNorm of the readout.
+        constants: :func:`~lily_mlx.ops.packed.in_one_buffer` of conv_weight, A_log, dt_bias and norm_weight;
+            made here, at the price of a copy, if it is not given.
         tile: ``lanes`` and ``simdgroups``; by default from the tile table.
         backend: ``metal``, ``cuda`` or ``host``; by default the one in use.
 
@@ -267,12 +267,14 @@ def gated_delta_step(
     backend = backend or backends.resolve()
     if tile is None:
         tile = choose("gated_delta_step", backends.chip(backend), Hv=Hv, Dk=Dk, Dv=Dv)
+    if constants is None:
+        constants = in_one_buffer([conv_weight, A_log, dt_bias, norm_weight])
     sizes = {"Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv}
     template = _template(projected.dtype, A_log.dtype, sizes, offsets, eps, tile)
     threads = 32 * _simdgroups(Dv, tile)
     y, conv_state, state = launch(
         KERNEL,
-        [projected, conv_weight, conv_state, A_log, dt_bias, norm_weight, state],
+        [projected, conv_state, constants, state],
         template=template,
         grid=(threads * Hv, 1, 1),
         threadgroup=(threads, 1, 1),

@@ -14,6 +14,7 @@ from lily_mlx.launch import backend as backends
 from lily_mlx.launch import host, source
 from lily_mlx.launch.kernel import host_options
 from lily_mlx.ops import gated_delta_step as op
+from lily_mlx.ops.packed import in_one_buffer
 from lily_mlx.tiles import choose, table
 
 BACKENDS = [name for name in source.BACKENDS if backends.available(name)]
@@ -276,18 +277,22 @@ def test_on_metal_it_is_one_dispatch():
     """Traced on any machine: nothing is copied, padded or converted around the kernel."""
     arguments = problem((4, 8, 64, 32), mx.bfloat16)
     options = {name: arguments.pop(name) for name in ("Hk", "offsets")}
-    names: list[str] = []
+    names = ("conv_weight", "A_log", "dt_bias", "norm_weight")
+    constants = in_one_buffer([arguments[name] for name in names])
+    found: list[tuple[str, int]] = []
 
     def record(node):
         if node["type"] == "primitive":
-            names.append(node["name"])
+            found.append((node["name"], len(node["inputs"])))
 
-    def layer(*values):
+    def layer(projected, conv_state, constants, state):
+        changing = {"projected": projected, "conv_state": conv_state, "state": state}
         with backends.override("metal"):
-            return op.gated_delta_step(*values, **options)
+            return op.gated_delta_step(**{**arguments, **changing}, constants=constants, **options)
 
-    mx.export_function(record, layer, *arguments.values())
-    assert names == ["CustomKernel"]
+    values = (arguments["projected"], arguments["conv_state"], constants, arguments["state"])
+    mx.export_function(record, layer, *values)
+    assert found == [("CustomKernel", 4)]
 
 
 @pytest.mark.parametrize(
