@@ -19,7 +19,7 @@ class Ablation:
         text: what it is.
         phase: ``prefill`` or ``decode``.
         switch: its name in ``lily-without-NAME`` (:mod:`.switches`); None if nothing can be timed without it.
-        reference: the reference engine's gain in per cent by length.
+        reference: the reference engine's gain in per cent by length; of D5 and D6 one each.
         reference_text: its figure where it gives another kind than a gain in speed.
         why_no_switch: in words, if there is none.
     """
@@ -36,27 +36,23 @@ class Ablation:
 ABLATIONS = (
     Ablation(
         "P1",
-        "4-bit experts dequantised inside the grouped product (off: stock's block, gather_qmm)",
+        "4-bit experts dequantised inside the grouped product",
         "prefill",
         "expert_gemm",
         {512: 77.4},
     ),
-    Ablation(
-        "P2", "routing on the GPU (off: read and done on the CPU)", "prefill", "expert_route", {512: 89.0}
-    ),
-    Ablation(
-        "P3", "tile size follows the expert load (off: 16 rows)", "prefill", "expert_tiles", {2048: 13.2}
-    ),
+    Ablation("P2", "routing on the GPU", "prefill", "expert_route", {512: 89.0}),
+    Ablation("P3", "tile size follows the expert load", "prefill", "expert_tiles", {2048: 13.2}),
     Ablation(
         "P4",
-        "scan with the state in registers (off: mlx-lm's packed kernel)",
+        "scan with the state in registers",
         "prefill",
         "gated_delta_scan",
         {2048: 5.6},
     ),
     Ablation(
         "P5",
-        "long prompts in bounded chunks (off: one chunk; see the memory)",
+        "long prompts in bounded chunks",
         "prefill",
         "prompt_chunks",
     ),
@@ -75,9 +71,7 @@ ABLATIONS = (
         "qmv",
         reference_text="90.3 % of sustained read bandwidth",
     ),
-    Ablation(
-        "D2", "the selected token stays on the GPU (off: read before each step)", "decode", "token_on_gpu"
-    ),
+    Ablation("D2", "the selected token stays on the GPU", "decode", "token_on_gpu"),
     Ablation(
         "D3",
         "independent kernels overlap",
@@ -91,14 +85,14 @@ ABLATIONS = (
     Ablation("D4", "recurrent update with its normalisation", "decode", "gated_delta_step"),
     Ablation(
         "D5, D6",
-        "coalesced KV rows (the reference at 3,840) that query heads share (at 32,768)",
+        "coalesced KV rows, shared by query heads",
         "decode",
         "attention_decode",
         {3840: 2.1, 32768: 23.8},
     ),
     Ablation(
         "D7",
-        "attention layout by context length (off: the shortest context's)",
+        "attention layout by context length",
         "decode",
         "attention_layout",
         {32768: 7.7, 65536: 27.4, 131072: 40.2},

@@ -109,7 +109,9 @@ def _add_compare(commands: Any) -> None:
         "models or versions come apart.",
     )
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE|DIR", help="measurements")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown")
+    parser.add_argument(
+        "--markdown", type=Path, nargs="+", default=[], metavar="FILE", help="write the tables as Markdown"
+    )
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw plots there (needs matplotlib)")
     parser.add_argument("--baseline", help="the arm that ratios refer to (default: stock, else stock+)")
     parser.set_defaults(run=run_compare)
@@ -122,8 +124,8 @@ def run_compare(args: argparse.Namespace) -> int:
     groups = compare.groups([line for path in args.files for line in record.read(path)], args.baseline)
     compare.print_tables(groups)
     images = _draw(groups, args.plots) if args.plots else {}
-    if args.markdown:
-        compare.write_markdown(groups, args.markdown, images)
+    for file in args.markdown:
+        compare.write_markdown(groups, file, images)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Tables of measurements: medians, spread, paired ratios with their interval, and ablations.
+"""Tables of measurements: medians, spread, paired ratios with their interval, memory and ablations.
 
 A ratio is that of two arms' speeds in the same round of the same run, because what a machine does to one arm
 (heat, other work) it does to its neighbour in time. Given is the geometric mean over rounds; the 95 %
@@ -23,7 +23,7 @@ from lily_mlx.errors import UsageError
 from .ablations import ABLATIONS, Ablation
 from .record import PHASES, Record
 
-LILY, WITHOUT = "lily", "lily-without-"
+LILY, WITHOUT, CHUNKS = "lily", "lily-without-", "prompt_chunks"
 BASELINES = ("stock", "stock+")
 
 # The 97.5 % quantile of Student's t with 1, 2, ... 30 degrees of freedom; the last stands for more.
@@ -37,6 +37,7 @@ _SAME = ("chip", "backend", "model", "prefill_step_size", "os", "mlx", "mlx_lm",
 """Lines that differ in one of these are not compared."""
 
 _BEGIN, _END = "<!-- lily-mlx bench compare -->", "<!-- end of lily-mlx bench compare -->"
+_BEGIN_SUMMARY = "<!-- lily-mlx bench compare: summary -->"
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class Group:
     """Measurements that may be compared.
 
     Attributes:
-        facts: what they have in common, one line.
+        facts: what they have in common.
+        commands: that measured them, in order.
         baseline: the arm that ratios refer to.
         arms: in their order of appearance.
         cells: by phase, length and arm.
@@ -91,6 +93,7 @@ class Group:
     """
 
     facts: Record
+    commands: list[str]
     baseline: str
     arms: list[str]
     cells: dict[tuple[str, int, str], Cell]
@@ -155,9 +158,8 @@ def _group(lines: list[Record], baseline: str | None) -> Group:
             if gain is not None:
                 gains[phase, length, arm.removeprefix(WITHOUT)] = gain
     return Group(
-        facts={
-            name: lines[0][name] for name in (*_SAME, "cores", "memory_bytes", "python", "nax_why", "command")
-        },
+        facts={name: lines[0][name] for name in (*_SAME, "cores", "memory_bytes", "python", "nax_why")},
+        commands=list(dict.fromkeys(line["command"] for line in lines)),
         baseline=baseline,
         arms=arms,
         cells=cells,
@@ -235,11 +237,28 @@ def details(group: Group, phase: str) -> Table:
                         f"{cell.low:,.1f} to {cell.high:,.1f}",
                         str(cell.rounds),
                         f"{cell.of_limit:.1%}",
-                        f"{cell.peak_memory / 1e9:.2f}",
+                        _gigabytes(cell),
                     ]
                 )
     columns = ["tokens", "arm", "tok/s", "slowest to fastest", "rounds", "of the limit", "peak GB"]
     return Table(f"{phase}: every arm", columns, rows)
+
+
+def memory_arms(group: Group) -> list[str]:
+    """The arms whose memory tells something: whole engines, and prompts without chunks."""
+    return [arm for arm in group.arms if not arm.startswith(WITHOUT) or arm == WITHOUT + CHUNKS]
+
+
+def memory(group: Group) -> Table | None:
+    """Peak memory of a prefill, a row a length; None without a prefill."""
+    if not group.lengths("prefill"):
+        return None
+    arms = memory_arms(group)
+    rows = []
+    for length in group.lengths("prefill"):
+        cells = [group.cells.get(("prefill", length, arm)) for arm in arms]
+        rows.append([f"{length:,}", *(_gigabytes(cell) for cell in cells)])
+    return Table("prefill: peak memory in GB, weights included", ["tokens", *arms], rows)
 
 
 def ablations(group: Group) -> Table | None:
@@ -250,30 +269,49 @@ def ablations(group: Group) -> Table | None:
     unlisted = sorted({op for _, _, op in group.gains} - listed)
     rows = []
     for ablation in (*ABLATIONS, *(Ablation("-", "", PHASES[0], op) for op in unlisted)):
-        measured = sorted((p, n, gain) for (p, n, op), gain in group.gains.items() if op == ablation.switch)
-        rows += [_ablation_row(ablation, phase, length, gain) for phase, length, gain in measured]
-        seen = {length for phase, length, _ in measured if phase == ablation.phase}
+        measured = sorted((p, n) for p, n, op in group.gains if op == ablation.switch)
+        rows += [_ablation_row(group, ablation, phase, length) for phase, length in measured]
+        seen = {length for phase, length in measured if phase == ablation.phase}
         for length in [n for n in ablation.reference if n not in seen] or ([] if measured else [None]):
-            rows.append(_ablation_row(ablation, ablation.phase, length, None))
-    columns = ["", "mechanism", "switch", "phase", "tokens", "gain here (95 %)", "reference engine, M5 Max"]
+            rows.append(_ablation_row(group, ablation, ablation.phase, length))
+    columns = [
+        "",
+        "mechanism",
+        "switch",
+        "phase",
+        "tokens",
+        "gain here (95 %)",
+        "peak GB, without",
+        "reference engine, M5 Max",
+    ]
     return Table("ablations: speed with the mechanism over speed without it", columns, rows)
 
 
-def _ablation_row(ablation: Ablation, phase: str, length: int | None, gain: Ratio | None) -> list[str]:
-    reference = "-"
+def _ablation_row(group: Group, ablation: Ablation, phase: str, length: int | None) -> list[str]:
+    reference, gain, peaks = "-", None, "-"
     if phase == ablation.phase:
         percent = ablation.reference.get(length) if length is not None else None
         reference = f"{percent:+.1f} %" if percent is not None else ablation.reference_text or "-"
-    missing = "not measured" if ablation.switch else "no switch yet"
+    if length is not None and ablation.switch:
+        gain = group.gains.get((phase, length, ablation.switch))
+    if gain and length is not None:
+        arms = (LILY, f"{WITHOUT}{ablation.switch}")
+        peaks = ", ".join(_gigabytes(group.cells[phase, length, arm]) for arm in arms)
     return [
         ablation.mechanism,
         ablation.text,
         ablation.switch or "-",
         phase,
         f"{length:,}" if length is not None else "-",
-        as_percent(gain) if gain else missing,
+        as_percent(gain) if gain else not_measured(ablation),
+        peaks,
         reference,
     ]
+
+
+def not_measured(ablation: Ablation) -> str:
+    """What stands in the place of a gain that nobody measured."""
+    return "not measured" if ablation.switch else ablation.why_no_switch
 
 
 def as_percent(gain: Ratio) -> str:
@@ -286,6 +324,10 @@ def as_percent(gain: Ratio) -> str:
 
 def _speed(cell: Cell | None) -> str:
     return f"{cell.median:,.1f}" if cell else "-"
+
+
+def _gigabytes(cell: Cell | None) -> str:
+    return f"{cell.peak_memory / 1e9:.2f}" if cell else "-"
 
 
 def describe(facts: Mapping[str, object]) -> str:
@@ -311,8 +353,7 @@ def _tables(group: Group) -> tuple[list[Table], list[Table]]:
     """The tables everybody wants, and the ones for a closer look."""
     phases = [phase for phase in PHASES if group.lengths(phase)]
     first = [summary(group, phase) for phase in phases]
-    if table := ablations(group):
-        first.append(table)
+    first += [table for table in (memory(group), ablations(group)) if table]
     return first, [details(group, phase) for phase in phases]
 
 
@@ -339,31 +380,43 @@ def write_markdown(groups: Sequence[Group], file: Path, images: Mapping[int, Map
 
     Args:
         groups: what to write.
-        file: if it exists and has the two marker comments, only what lies between them is replaced.
+        file: if it exists and has the two marker comments, only what lies between them is replaced; where the
+            first says ``summary``, by each phase's table of medians alone.
         images: for the index of a group, the light variant of each plot by what it shows; the dark one lies
             beside it.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    text = "\n".join(_markdown(group, images.get(i, {}), file) for i, group in enumerate(groups))
-    block = f"{_BEGIN}\n\n{text}\n{_END}\n"
     try:
+        before, after, begin = "", "", _BEGIN
         if file.exists():
-            before, begin, rest = file.read_text(encoding="utf-8").partition(_BEGIN)
-            _, end, after = rest.partition(_END)
-            if begin and end:
-                block = f"{before}{block}{after.removeprefix(chr(10))}"
-        file.write_text(block, encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
+            begin = _BEGIN_SUMMARY if _BEGIN_SUMMARY in text else _BEGIN
+            head, opened, rest = text.partition(begin)
+            _, closed, tail = rest.partition(_END)
+            if opened and closed:
+                before, after = head, tail.removeprefix("\n")
+        if begin == _BEGIN_SUMMARY:
+            parts = [_summary_markdown(group) for group in groups]
+        else:
+            parts = [_markdown(group, images.get(i, {}), file) for i, group in enumerate(groups)]
+        block = "\n".join(parts)
+        file.write_text(f"{before}{begin}\n\n{block}\n{_END}\n{after}", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from None
 
 
+def _summary_markdown(group: Group) -> str:
+    tables = [summary(group, phase) for phase in PHASES if group.lengths(phase)]
+    return "\n".join([f"{describe(group.facts)}.\n", *map(_markdown_table, tables)])
+
+
 def _markdown(group: Group, images: Mapping[str, Path], file: Path) -> str:
     first, closer = _tables(group)
-    parts = [f"**{group.facts['chip']}.** {describe(group.facts)}.\n", f"    {group.facts['command']}\n"]
-    for table in first:
-        parts.append(_markdown_table(table))
+    parts = [f"**{group.facts['chip']}.** {describe(group.facts)}.\n"]
+    parts += [f"    {command}\n" for command in group.commands]
+    parts += [_markdown_table(table) for table in first]
     for title, light in images.items():
         dark = light.with_name(light.name.replace("-light.", "-dark."))
         link, dark_link = (Path(os.path.relpath(p, file.parent)).as_posix() for p in (light, dark))

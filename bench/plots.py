@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lily_mlx.errors import UsageError
 
 from .ablations import ABLATIONS, Ablation
-from .compare import WITHOUT, Group, Ratio, describe
+from .compare import WITHOUT, Group, Ratio, describe, memory_arms, not_measured
 from .record import PHASES
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ def _figures(group: Group) -> Iterator[tuple[str, str, Any]]:
     for phase in PHASES:
         if group.lengths(phase):
             yield phase, f"{phase} throughput against length", lambda phase=phase: _throughput(group, phase)
+    if group.lengths("prefill"):
+        yield "memory", "peak memory against prompt length", lambda: _memory(group)
     if group.gains:
         yield "ablations", "what each mechanism gains", lambda: _ablations(group)
     yield "roofline", "roofline", lambda: _roofline(group)
@@ -171,6 +173,24 @@ def _length_axis(axes: Axes, lengths: Sequence[int]) -> None:
         axes.set_xlim(lengths[0] / 2, lengths[0] * 2)
 
 
+def _memory(group: Group) -> Figure:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.2, 3.6))
+    lengths = group.lengths("prefill")
+    for i, arm in enumerate(memory_arms(group)):
+        cells = [(n, group.cells["prefill", n, arm]) for n in lengths if ("prefill", n, arm) in group.cells]
+        if cells:
+            at, peaks = zip(*((n, cell.peak_memory / 1e9) for n, cell in cells), strict=True)
+            axes.plot(at, peaks, label=arm, marker=_MARKERS[i % len(_MARKERS)], markersize=5, color=f"C{i}")
+    axes.set_ylabel("peak memory, GB")
+    axes.set_xlabel("prompt, tokens")
+    axes.legend(fontsize=9)
+    _length_axis(axes, lengths)
+    _title(figure, group, "peak memory of a prefill, weights included")
+    return figure
+
+
 def _ablations(group: Group) -> Figure:
     from matplotlib import pyplot
 
@@ -183,7 +203,7 @@ def _ablations(group: Group) -> Figure:
         "hatch": "////",
         "label": "reference engine's own figure, M5 Max",
     }
-    for row, (_, gain, reference) in enumerate(bars):
+    for row, (_, gain, reference, missing) in enumerate(bars):
         half = 0.2 if gain and reference is not None else 0.0
         if gain:
             mean = 100 * (gain.mean - 1)
@@ -191,10 +211,13 @@ def _ablations(group: Group) -> Figure:
             error = {"xerr": ((-low,), (high,)), "ecolor": _ink(), "capsize": 2}
             axes.barh(row - half, mean, 0.36, **here, **error)
             here.pop("label", None)
+        else:
+            side = -0.2 if reference is not None else 0.0
+            axes.text(0, row + side, f" {missing}", va="center", fontsize=7, style="italic")
         if reference is not None:
             axes.barh(row + half, reference, 0.36, **theirs)
             theirs.pop("label", None)
-    axes.set_yticks(range(len(bars)), [label for label, _, _ in bars], fontsize=8)
+    axes.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize=8)
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.axvline(0, linewidth=1, color=_ink())
     axes.grid(axis="y", visible=False)
@@ -204,17 +227,23 @@ def _ablations(group: Group) -> Figure:
     return figure
 
 
-def _bars(group: Group) -> list[tuple[str, Ratio | None, float | None]]:
-    """Label, gain here and the reference engine's gain in per cent, in the order of the mechanisms."""
+def _bars(group: Group) -> list[tuple[str, Ratio | None, float | None, str]]:
+    """Label, gain here, the reference engine's gain in per cent, and what to say where nothing was measured.
+
+    In the order of the mechanisms.
+    """
     listed = {a.switch for a in ABLATIONS}
     others = [Ablation("", "", "", op) for op in sorted({op for _, _, op in group.gains} - listed)]
-    bars: list[tuple[str, Ratio | None, float | None]] = []
+    bars: list[tuple[str, Ratio | None, float | None, str]] = []
     for a in (*ABLATIONS, *others):
         gains = {(phase, n): gain for (phase, n, op), gain in group.gains.items() if op == a.switch}
+        name = f"{a.mechanism} {a.text or a.switch}".strip(" -")
         for phase, n in sorted({*gains, *((a.phase, n) for n in a.reference)}):
             reference = a.reference.get(n) if phase == a.phase else None
-            name = f"{a.mechanism} {a.text or a.switch}".strip()
-            bars.append((f"{name}, {phase} {_tokens(n)}", gains.get((phase, n)), reference))
+            label = f"{name}, {phase} {_tokens(n)}"
+            bars.append((label, gains.get((phase, n)), reference, not_measured(a)))
+        if not gains and not a.reference:
+            bars.append((f"{name}, {a.phase}", None, None, not_measured(a)))
     return bars
 
 

@@ -142,9 +142,31 @@ def test_the_ablation_table_has_every_mechanism_and_the_reference_beside():
     (scan,) = [row for row in rows if row[0] == "P4"]
     assert scan[2:5] == ["gated_delta_scan", "prefill", "2,048"]
     assert scan[5].startswith("+27.0 % (")
-    assert scan[6] == "+5.6 %"
-    assert ["no switch yet", "+77.4 %"] in [row[5:] for row in rows]
+    assert scan[6:] == ["20.00, 20.00", "+5.6 %"]
+    assert ["not measured", "-", "+77.4 %"] in [row[5:] for row in rows]
+    (overlap,) = [row for row in rows if row[0] == "D3"]
+    assert overlap[5].startswith("traced, not timed")
     assert [row[4] for row in rows if row[0] == "D7"] == ["32,768", "65,536", "131,072"]
+
+
+def test_memory_of_engines_and_of_prompts_without_chunks():
+    whole = "lily-without-prompt_chunks"
+    lines = [
+        measured("stock", 0, 1.0),
+        measured("lily", 0, 0.5, peak_memory_bytes=21_000_000_000),
+        measured(whole, 0, 0.5, peak_memory_bytes=25_500_000_000),
+        measured("lily-without-qmv", 0, 0.5),
+        measured("lily", 0, 0.5, length=1024),
+        measured("lily", 0, 0.5, phase="decode"),
+    ]
+    (group,) = compare.groups(lines, "stock")
+    table = compare.memory(group)
+    assert table.columns == ["tokens", "stock", "lily", whole]
+    assert table.rows == [["512", "20.00", "21.00", "25.50"], ["1,024", "-", "20.00", "-"]]
+    (chunks,) = [row for row in compare.ablations(group).rows if row[0] == "P5"]
+    assert chunks[6] == "21.00, 25.50"
+    (group,) = compare.groups([measured("lily", 0, 0.5, phase="decode")], None)
+    assert compare.memory(group) is None
 
 
 def save(path, lines):
@@ -167,6 +189,24 @@ def test_markdown_replaces_only_what_is_between_its_marks(tmp_path, capsys):
     assert "prefill: median" in capsys.readouterr().out
 
 
+def test_a_page_may_ask_for_the_summary_alone(tmp_path):
+    files = [
+        save(tmp_path / f"{arm}.jsonl", [measured(arm, 0, 1.0, command=f"measure {arm}", run=arm)])
+        for arm in ("stock", "lily")
+    ]
+    summary, full = tmp_path / "README.md", tmp_path / "page.md"
+    summary.write_text(f"before\n{compare._BEGIN_SUMMARY}\n{compare._END}\nafter\n")
+    for _ in range(2):
+        assert cli.main(["bench", "compare", *map(str, files), "--markdown", str(summary), str(full)]) == 0
+    text = summary.read_text()
+    assert text.startswith(f"before\n{compare._BEGIN_SUMMARY}\n")
+    assert text.endswith(f"{compare._END}\nafter\n")
+    assert "| 512 | 512.0 | 512.0 | - |" in text
+    assert "every arm" not in text
+    assert "every arm" in full.read_text()
+    assert "    measure stock\n\n    measure lily\n" in full.read_text()
+
+
 def test_plots_in_light_and_dark(tmp_path):
     pytest.importorskip("matplotlib")
     lines = [*three_rounds(length=2048), *three_rounds(phase="decode", length=4096)]
@@ -175,7 +215,7 @@ def test_plots_in_light_and_dark(tmp_path):
         cli.main(["bench", "compare", str(file), "--markdown", str(target), "--plots", str(tmp_path / "p")])
         == 0
     )
-    names = {f"a-chip-{name}" for name in ("prefill", "decode", "ablations", "roofline")}
+    names = {f"a-chip-{name}" for name in ("prefill", "decode", "memory", "ablations", "roofline")}
     drawn = {path.name for path in (tmp_path / "p").iterdir()}
     assert drawn == {f"{name}-{theme}.png" for name in names for theme in ("light", "dark")}
     linked = re.findall(r'(?:src|srcset)="([^"]+)"', target.read_text())
