@@ -15,10 +15,12 @@ import argparse
 import importlib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 from mlx import nn
@@ -29,7 +31,10 @@ from lily_mlx import checkpoint, engine
 from lily_mlx.errors import UsageError
 from lily_mlx.launch import backend, trace
 from lily_mlx.launch.kernel import all_kernels
+from lily_mlx.layers import fusion
+from lily_mlx.models import LilyModel
 from lily_mlx.ops.trust import distrust
+from lily_mlx.step import Turn, decode_step
 
 from . import costs, random_weights
 from .numerics import write_json
@@ -125,6 +130,17 @@ def _cache(model: nn.Module, context: int, tokens: int) -> list[Any]:
     return cache
 
 
+def _amid_answer(model: nn.Module, cache: list[Any]) -> None:
+    """Give the decode step what the token before leaves it: without that, the first copies the KV cache."""
+    for entry in cache:
+        if hasattr(entry, "keys") and entry.keys is not None:
+            keys, values = entry.keys, entry.values
+            spare = [_constant(a.shape, a.dtype) for a in (keys, values)]
+            rows = [_constant((*a.shape[:2], 2, a.shape[3]), a.dtype) for a in (keys, values)]
+            turn = Turn((keys, values), (spare[0], spare[1]), (rows[0], rows[1]), entry.offset)
+            decode_step(model).turns[entry] = turn
+
+
 def _contents(cache: list[Any]) -> list[mx.array]:
     pairs = [(e.keys, e.values) if hasattr(e, "keys") else (e[0], e[1]) for e in cache]
     return [array for pair in pairs for array in pair]
@@ -146,6 +162,8 @@ def trace_pass(model: nn.Module, phase: str, tokens: int, context: int) -> list[
         TraceError: the graph holds something that MLX cannot export.
     """
     cache = _cache(model, context, tokens)
+    if isinstance(model, LilyModel):
+        _amid_answer(model, cache)
     for kernel in all_kernels():
         distrust(kernel.stem, "metal")  # on a Mac, self-checks must not run inside the trace
 
@@ -153,8 +171,20 @@ def trace_pass(model: nn.Module, phase: str, tokens: int, context: int) -> list[
         logits = model(ids, cache=cache)
         return [*_contents(cache), *([logits] if phase == "decode" else [])]
 
-    with backend.override("metal"):
+    with backend.override("metal"), _joined_without_data():
         return trace.primitives(forward, mx.zeros((1, tokens), mx.int32))
+
+
+def _joined_without_data() -> AbstractContextManager[Any]:
+    """While open, matrices that are joined are constants too: a copy of the model's would need its memory."""
+
+    def in_one_buffer(arrays: Sequence[mx.array]) -> mx.array:
+        return _constant((sum(array.nbytes for array in arrays) // 4,), mx.uint32)
+
+    def part_views(_: mx.array, arrays: Sequence[mx.array]) -> list[mx.array]:
+        return [_constant((array.size,), array.dtype) for array in arrays]
+
+    return patch.multiple(fusion, in_one_buffer=in_one_buffer, part_views=part_views)
 
 
 def report(

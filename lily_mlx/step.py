@@ -34,7 +34,7 @@ _DECODE_CLASSES = tuple(LAYER_CLASSES.values())
 
 
 @dataclass
-class _Turn:
+class Turn:
     """What a token leaves for the next one of the same KV cache.
 
     Attributes:
@@ -55,6 +55,9 @@ class DecodeStep:
 
     Args:
         model: a Lily model; its ``language_model`` is what runs.
+
+    Attributes:
+        turns: what each KV cache's last token has left.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,7 +65,7 @@ class DecodeStep:
         self._snapshot = Snapshot(self._text)
         self._why_layers: str | None = None
         self._compiled: dict[Any, Callable[..., Any]] = {}
-        self._turns: WeakKeyDictionary[KVCache, _Turn] = WeakKeyDictionary()
+        self.turns: WeakKeyDictionary[KVCache, Turn] = WeakKeyDictionary()
 
     def why_not(self, inputs: mx.array, cache: Sequence[Any]) -> str | None:
         """None if this step can run the call, else the reason that the model runs layer by layer.
@@ -105,7 +108,7 @@ class DecodeStep:
             new = tuple(next(rest) for _ in group)
             if isinstance(c, KVCache):
                 spare: Any = (c.keys, c.values)
-                self._turns[c] = _Turn(new[:2], spare, new[2:], c.offset + 1)
+                self.turns[c] = Turn(new[:2], spare, new[2:], c.offset + 1)
                 c.keys, c.values = new[:2]
                 c.offset += 1
             else:
@@ -122,7 +125,7 @@ class DecodeStep:
             room = mx.zeros((B, Hk, CAPACITY_STEP, D), cache.keys.dtype)
             cache.keys = mx.concatenate([cache.keys, room], axis=2)
             cache.values = mx.concatenate([cache.values, room], axis=2)
-        turn = self._turns.get(cache)
+        turn = self.turns.get(cache)
         if turn is not None and turn.offset == cache.offset:
             keys, values = turn.left
             if keys is cache.keys and values is cache.values:

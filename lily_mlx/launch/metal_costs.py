@@ -50,6 +50,10 @@ ONE_PASS_REDUCE_SIZE = 4 * 1024
 # The names that lily_mlx.launch.kernel gives: the stem, then a digest.
 _LILY = re.compile(r"lily_(\w+?)_[0-9a-f]{16}")
 
+# In the source that MLX writes: the buffers of the signature, the template arguments of the instance.
+_SIGNATURE = re.compile(r"(\w+) \[\[buffer\(\d+\)\]\]")
+_INSTANCE = re.compile(r"<([^<>]*)>;")
+
 
 @dataclass(frozen=True)
 class Array:
@@ -753,17 +757,23 @@ def _custom_kernel(c: Costing, node: Node) -> Cost:
 
 
 def _lily_read(c: Costing, node: Node, kernel: Kernel) -> int:
-    """Bytes read: of weights of all experts (axis E) the chosen ones, at most one read a distinct expert.
+    """Bytes read: of ``matrices``, every expert's and the shared one's, those of the chosen and the shared.
 
-    A buffer ``experts`` lists the chosen, and the shared expert, whose weights are arrays of their own, last.
+    The node holds what the call passed: an optional input that it left out is in neither the signature nor
+    the graph.
     """
-    arrays = [*zip(kernel.inputs, node.inputs, strict=True), *zip(kernel.outputs, node.outputs, strict=True)]
-    chosen = next((array.size - 1 for buffer, array in arrays if buffer.name == "experts"), None)
-    read = {}
-    for buffer, array in zip(kernel.inputs, node.inputs, strict=True):
-        read[array.name] = c.read_bytes(array)
-        if chosen is not None and buffer.axes.split()[0] == "E":
-            read[array.name] = read[array.name] * min(chosen, array.shape[0]) // array.shape[0]
+    source = node.source or ""
+    declared = {buffer.name: buffer for buffer in kernel.inputs}
+    passed = [declared[name] for name in _SIGNATURE.findall(source) if name in declared]
+    arrays = {array.name: (buffer, array) for buffer, array in zip(passed, node.inputs, strict=True)}
+    read = {array.name: c.read_bytes(array) for _, array in arrays.values()}
+    if "TOP_K" in kernel.template:
+        values = _INSTANCE.findall(source)[-1].split(", ")
+        template = dict(zip(kernel.template, values, strict=True))
+        for buffer, array in arrays.values():
+            if buffer.name == "matrices":
+                read[array.name] *= int(template["TOP_K"]) + 1
+                read[array.name] //= int(template["E"]) + 1
     return sum(read.values())
 
 

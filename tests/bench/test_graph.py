@@ -99,6 +99,15 @@ def test_names_are_of_kernels_not_of_their_variants(decode):
             assert not row["name"].rsplit("_", 1)[-1].isdigit()
 
 
+def test_a_trace_takes_no_memory_for_weights(model):
+    """Nor for the matrices that the layers join: those of one full layer's experts are 0.45 GB."""
+    model = lily_mlx.convert(oracle.twin(model))
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    graph.trace_pass(model, "decode", 1, 300)
+    assert mx.get_peak_memory() - before < 2e7
+
+
 @pytest.mark.skipif(mx.metal.is_available(), reason="a Metal device is here, and its self-checks count")
 def test_self_checks_do_not_run_in_a_trace(model, monkeypatch):
     trust.distrust.cache_clear()
@@ -149,8 +158,8 @@ def test_the_full_shape():
     assert found["reference_engine"] == {"dispatches": 795, "stages": 555}
     for engine in found["engines"].values():
         assert 1 < (engine["bytes_read"] + engine["bytes_written"]) / found["limit"]["bytes"] < 1.05
-    assert found["engines"]["lily"]["dispatches"] < 795
-    assert found["engines"]["lily"]["stages"] < 555
+    assert found["engines"]["lily"]["dispatches"] <= 320
+    assert found["engines"]["lily"]["stages"] <= 300
 
 
 def test_the_command_on_a_checkpoint(tmp_path, capsys):

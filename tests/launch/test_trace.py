@@ -11,6 +11,7 @@ from mlx.utils import tree_map
 from mlx_lm.models import gated_delta, qwen3_5, qwen3_5_moe
 
 from lily_mlx.launch import backend, trace
+from lily_mlx.ops.expert_combine import expert_combine
 
 
 def traced(fn, *inputs):
@@ -178,6 +179,18 @@ def test_gathers_read_what_is_selected():
     product = next(p for p in found if p.name == "GatherQMM")
     # x, the 2 indices and the one that says which x; 2 experts of 32 rows with 32 + 4 + 4 bytes.
     assert product.bytes_read == 4 * width + 2 * 4 + 4 + 2 * 32 * 40
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_an_input_left_out_is_not_read(has_residual):
+    """Three tokens of two experts and the shared one, 64 wide, in float32."""
+    y, weights, residual = mx.zeros((9, 64)), mx.zeros((3, 3)), mx.zeros((3, 64))
+    inputs = (y, weights, residual) if has_residual else (y, weights)
+    with backend.override("metal"):
+        found, _ = traced(expert_combine, *inputs)
+    sizes = 8 * 4
+    expected = 9 * 64 * 4 + 3 * 3 * 4 + sizes + has_residual * 3 * 64 * 4
+    assert [p.bytes_read for p in found] == [expected]
 
 
 # --- Compiled functions -------------------------------------------------------------------------------------
