@@ -227,7 +227,7 @@ def test_uninitialised_local(dtype):
     assert fails(host.UninitializedRead, source, dtype=dtype).buffer == "out"
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.int32])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.int32])
 @pytest.mark.parametrize(
     "body",
     [

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -204,9 +205,21 @@ def test_line_table_follows_the_loc_directives():
     assert ".long 1\n\t.long 9\n\t.long 1\n" in table
 
 
+def cpu_seconds(process_id):
+    """User and system time of a process; the time of day where /proc does not say."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return time.perf_counter()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def test_simd_reductions_per_second():
-    """A floor for the scheduler: 1 M simdgroup reductions a second on an idle core; here a busy one."""
-    n, groups = 400, 256
+    """A floor for the scheduler: half of the 1 M simdgroup reductions that one core is to do in a second.
+
+    It counts the worker's own time, for other processes may want the core too.
+    """
+    n, groups, launches = 400, 256, 8
     kernel = host.metal_kernel(
         "speed",
         ["a"],
@@ -215,8 +228,7 @@ def test_simd_reductions_per_second():
         "out[thread_position_in_grid.x] = s;",
     )
 
-    def seconds():
-        start = time.perf_counter()
+    def launch():
         kernel(
             inputs=[mx.ones((8,))],
             grid=(groups * 32, 1, 1),
@@ -225,9 +237,12 @@ def test_simd_reductions_per_second():
             output_dtypes=[mx.float32],
             check=False,
         )
-        return time.perf_counter() - start
 
-    seconds()
-    rate = n * groups / min(seconds() for _ in range(5))
+    launch()
+    worker = process.thread_worker().process_id
+    start = cpu_seconds(worker)
+    for _ in range(launches):
+        launch()
+    rate = n * groups * launches / (cpu_seconds(worker) - start)
     print(f"{rate / 1e6:.2f} M simdgroup reductions/s")
     assert rate > 0.5e6

@@ -373,7 +373,7 @@ def test_qvm_over_parts_of_the_sum() -> None:
     agree(y, rows[:, 0])
 
 
-@pytest.mark.parametrize("bits", [2, 4, 6, 8])
+@pytest.mark.parametrize("bits", [4, 6])
 def test_quantise_and_back(bits: int) -> None:
     x = normal(4, 128, seed=1)
     w, scales, biases = mx.quantize(x, group_size=64, bits=bits)
@@ -508,7 +508,7 @@ def masked_reference(q: mx.array, k: mx.array, v: mx.array, mask: mx.array, sink
 
 @pytest.mark.parametrize(
     ("D", "kind", "sinks"),
-    [(96, "bool", False), (128, "float", True), (256, "bool", True), (64, "float", False)],
+    [(96, "bool", False), (128, "float", True), (256, "bool", True)],
 )
 def test_sdpa_vector_with_masks_and_sinks(D: int, kind: str, sinks: bool) -> None:
     Hq, Hk, L, N = 4, 2, 2, 45

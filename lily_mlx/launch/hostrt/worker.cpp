@@ -37,7 +37,7 @@ constexpr u32 max_buffers = 128;
 constexpr u32 max_threads = 1024;
 constexpr u32 max_groups = max_threads / simd_width;
 constexpr size fiber_stack_bytes = 256 << 10;
-constexpr size stale_bytes = 1024;  // of a stack, poisoned before each thread of a checked launch
+constexpr size stale_bytes = 256;  // of a stack, poisoned before each thread of a checked launch
 
 // ---------------------------------------------------------------------------------------------- protocol
 // Laid out as host.py packs them.
