@@ -217,14 +217,13 @@ struct GatedDeltaConstants {
   LILY_DEVICE const InT* dt_bias;
   LILY_DEVICE const InT* norm_weight;
 
-  template <typename T>
-  static constexpr int words(int count) {
-    return (count * int(sizeof(T)) + 15) / 16 * 4;
-  }
+  enum : int {  // first words of the parts
+    A_LOG_AT = (C * 4 * int(sizeof(InT)) + 15) / 16 * 4,
+    DT_BIAS_AT = A_LOG_AT + (Hv * int(sizeof(ALogT)) + 15) / 16 * 4,
+    NORM_WEIGHT_AT = DT_BIAS_AT + (Hv * int(sizeof(InT)) + 15) / 16 * 4
+  };
+
   static LILY_INLINE GatedDeltaConstants at(LILY_DEVICE const u32* constants) {
-    constexpr int A_LOG_AT = words<InT>(C * 4);
-    constexpr int DT_BIAS_AT = A_LOG_AT + words<ALogT>(Hv);
-    constexpr int NORM_WEIGHT_AT = DT_BIAS_AT + words<InT>(Hv);
     return {
         reinterpret_cast<LILY_DEVICE const InT*>(constants),
         reinterpret_cast<LILY_DEVICE const ALogT*>(constants + A_LOG_AT),
