@@ -16,17 +16,14 @@ from unittest.mock import patch
 import mlx.core as mx
 
 from lily_mlx import tiles
-from lily_mlx.launch.kernel import all_kernels
 from lily_mlx.models import LilyModel
 from lily_mlx.prompt import PromptStep
+from lily_mlx.settings import OPS
 from lily_mlx.step import DecodeStep
 
 Context = contextlib.AbstractContextManager[Any]
 
 _generate = importlib.import_module("mlx_lm.generate")  # the package's attribute of that name is a function
-
-_SECOND_KERNELS = {"attention_combine", "expert_choose", "expert_scatter"}
-"""Kernels that run as a part of another op, with which they are switched."""
 
 _SEVERAL_OPS = {"expert_gemm": ("expert_gemm_gate_up", "expert_gemm_down")}
 
@@ -80,8 +77,7 @@ _MECHANISMS: dict[str, Callable[[], Context]] = {
 
 def names() -> list[str]:
     """Every name that can be switched off."""
-    ops = {kernel.stem for kernel in all_kernels()} - _SECOND_KERNELS
-    return sorted({*ops, *_SEVERAL_OPS, *_MECHANISMS})
+    return sorted({*OPS, *_SEVERAL_OPS, *_MECHANISMS})
 
 
 def disabled(name: str) -> tuple[str, ...]:

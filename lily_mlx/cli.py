@@ -14,6 +14,7 @@ from pathlib import Path
 from . import __version__, engine, hook
 from .commands import fail
 from .errors import LilyError, UsageError
+from .settings import OPS
 
 _MLX_COMMAND_HELP = "mlx_lm.{} without the hook: --engine is lily unless given, whatever MLX_LM_ENGINE says"
 
@@ -55,6 +56,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         help="which path every op of a model takes on this machine, and why",
         description="Show which path every op of prefill and decode takes on this machine, and why. Reads "
         "configs and headers only.",
+        epilog="The variable LILY_DISABLE names ops that take the stock path, with commas between them: "
+        f"{', '.join(OPS)}.",
     )
     explain.add_argument("--model", required=True, help="a checkpoint folder or a Hugging Face repo")
     explain.add_argument("--json", action="store_true", help="print JSON for machines")

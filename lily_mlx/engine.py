@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpoint import SUPPORTED_MODEL_TYPES, check_supported, check_tokenizer, read_checkpoint, resolve
 from .errors import BackendUnavailableError, LilyError, UnsupportedModelError, UsageError, in_one_line
-from .settings import settings
+from .settings import OPS, settings
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -155,13 +155,11 @@ def check_settings() -> None:
         UsageError: a variable has a value that means nothing.
     """
     from .launch import backend
-    from .launch.kernel import all_kernels
 
     backend.resolve()
-    ops = [kernel.stem for kernel in all_kernels()]
-    if unknown := sorted(settings().disabled_ops.difference(ops)):
+    if unknown := sorted(settings().disabled_ops.difference(OPS)):
         raise UsageError(
-            f"LILY_DISABLE names {', '.join(unknown)}; the ops that have a kernel are {', '.join(ops)}"
+            f"LILY_DISABLE names {', '.join(unknown)}; the ops that have a kernel are {', '.join(OPS)}"
         )
 
 

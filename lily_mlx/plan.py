@@ -13,17 +13,23 @@ from .layers.fusion import why_apart
 from .ops import (
     attention_decode,
     attention_gate,
+    expert_combine,
     expert_down,
     expert_gate_up,
+    expert_gemm_down,
+    expert_gemm_gate_up,
+    expert_route,
     gated_delta_prepare,
     gated_delta_scan,
     gated_delta_step,
     gated_rms_norm,
     qk_prepare,
+    qmm,
     qmv,
 )
 from .ops.choice import why_off
 from .ops.packed import Packed
+from .ops.tile_product import grouped_tile
 
 PHASES = {"prefill": 2048, "decode": 1}
 """The phases and the tokens of a step in each; the prefill step is mlx_lm's default."""
@@ -91,29 +97,23 @@ class _Examples:
         self.moe = bool(self.text.get("num_experts"))
 
     def prefill(self) -> list[Row]:
-        feed_forward = ["routing", "experts", "shared expert"] if self.moe else ["mlp"]
+        feed_forward = self._experts() if self.moe else [("mlp", self.layers, None, _NO_KERNEL)]
         return [
             ("embedding", 1, None, _NO_KERNEL),
-            ("DeltaNet projections", self.linear, None, _NO_KERNEL),
+            ("DeltaNet projections", self.linear, "qmm", self._many(self._deltanet_rows())),
             ("DeltaNet conv and norms", self.linear, "gated_delta_prepare", self._prepare_scan()),
             ("DeltaNet recurrence", self.linear, "gated_delta_scan", self._scan()),
             ("DeltaNet gated norm", self.linear, "gated_rms_norm", self._norm_scan()),
-            ("attention projections", self.attention, None, _NO_KERNEL),
+            ("attention projections", self.attention, "qmm", self._many(self._attention_rows())),
             ("q and k preparation", self.attention, "qk_prepare", self._prepare()),
             ("attention", self.attention, None, _NO_KERNEL),
             ("attention output gate", self.attention, "attention_gate", self._gate()),
-            *((op, self.layers, None, _NO_KERNEL) for op in feed_forward),
+            *feed_forward,
             ("output head", 1, None, _NO_KERNEL),
         ]
 
     def decode(self) -> list[Row]:
         text = self.text
-        Hq, Hk, D = text["num_attention_heads"], text["num_key_value_heads"], self._head_size()
-        deltanet = [
-            2 * self._key_width() + self._value_width(),
-            self._value_width(),
-            *[self._value_heads()] * 2,
-        ]
         if self.moe:
             feed_forward: list[Row] = [
                 ("router", self.layers, "qmv", self._products([text["num_experts"], 1], bits=8)),
@@ -125,9 +125,9 @@ class _Examples:
             feed_forward = [("mlp", self.layers, "qmv", self._products([width, width]))]
         return [
             ("embedding", 1, None, _NO_KERNEL),
-            ("DeltaNet projections", self.linear, "qmv", self._products(deltanet)),
+            ("DeltaNet projections", self.linear, "qmv", self._products(self._deltanet_rows())),
             ("DeltaNet step", self.linear, "gated_delta_step", self._step()),
-            ("attention projections", self.attention, "qmv", self._products([2 * Hq * D, Hk * D, Hk * D])),
+            ("attention projections", self.attention, "qmv", self._products(self._attention_rows())),
             ("q and k preparation", self.attention, "qk_prepare", self._prepare()),
             ("attention", self.attention, "attention_decode", self._attend()),
             *feed_forward,
@@ -145,6 +145,14 @@ class _Examples:
 
     def _value_width(self) -> int:
         return self._value_heads() * int(self.text["linear_value_head_dim"])
+
+    def _deltanet_rows(self) -> list[int]:
+        qkv = 2 * self._key_width() + self._value_width()
+        return [qkv, self._value_width(), *[self._value_heads()] * 2]
+
+    def _attention_rows(self) -> list[int]:
+        Hq, Hk, D = self.text["num_attention_heads"], self.text["num_key_value_heads"], self._head_size()
+        return [2 * Hq * D, Hk * D, Hk * D]
 
     def _zeros(self, *shape: int, dtype: mx.Dtype | None = None) -> mx.array:
         return mx.zeros(shape, dtype or self.dtype)
@@ -175,6 +183,59 @@ class _Examples:
             self._packed(sum(rows), width, bits=bits),
             norm_weight=self._zeros(width),
         )
+
+    def _many(
+        self, rows: list[int], bits: int | None = None, out_dtype: mx.Dtype | None = None
+    ) -> str | None:
+        width = self.text["hidden_size"]
+        return self._not_quantised() or self._ask(
+            qmm,
+            self._zeros(self.tokens, width),
+            [self._packed(sum(rows), width, bits=bits)],
+            out_dtype=out_dtype,
+        )
+
+    def _experts(self) -> list[Row]:
+        """A prompt's mixture of experts: stock's as a whole unless routing and both products are ours."""
+        ops = {
+            "router": "qmm",
+            "routing": "expert_route",
+            "experts' gate and up": "expert_gemm_gate_up",
+            "experts' down": "expert_gemm_down",
+            "experts' sum": "expert_combine",
+        }
+        whys = self._why_not_experts()
+        whole = ("expert_gemm_gate_up", "expert_gemm_down", "expert_route")
+        off = [reason for op in whole[:2] if (reason := why_off(op))]
+        blocks = [*off, *(reason for op in whole if (reason := whys[op]))]
+        stock = f"the block is stock's: {blocks[0]}" if blocks else None
+        return [(name, self.layers, op, whys[op] or stock) for name, op in ops.items()]
+
+    def _why_not_experts(self) -> dict[str, str | None]:
+        text, T, H = self.text, self.tokens, self.text["hidden_size"]
+        E, M, MS = text["num_experts"], text["moe_intermediate_size"], text["shared_expert_intermediate_size"]
+        k = text["num_experts_per_tok"]
+        unable = None if text.get("norm_topk_prob", True) else "norm_topk_prob is false"
+        if unable := unable or self._not_quantised():
+            names = ("qmm", "expert_route", "expert_gemm_gate_up", "expert_gemm_down", "expert_combine")
+            return dict.fromkeys(names, unable)
+        block_rows = grouped_tile(T, k, E, self.backend)["rows"]
+        groups = (
+            self._zeros(T * (k + 1), dtype=mx.int32),
+            self._zeros(expert_route.max_blocks(T, E, k, block_rows), 4, dtype=mx.int32),
+            self._zeros(8, dtype=mx.int32),
+        )
+        gate_up = [*[self._packed(E, M, H)] * 2, *[self._packed(MS, H)] * 2]
+        down = [self._packed(E, H, M), self._packed(H, MS)]
+        logits = self._zeros(T, E + 1, dtype=mx.float32)
+        results = (self._zeros(T * (k + 1), H), self._zeros(T, k + 1, dtype=mx.float32))
+        return {
+            "qmm": self._many([E, 1], bits=8, out_dtype=mx.float32),
+            "expert_route": self._ask(expert_route, logits, k, block_rows),
+            "expert_gemm_gate_up": self._ask(expert_gemm_gate_up, self._zeros(T, H), *groups, *gate_up, k),
+            "expert_gemm_down": self._ask(expert_gemm_down, self._zeros(T * (k + 1), M), *groups, *down, k),
+            "expert_combine": self._ask(expert_combine, *results),
+        }
 
     def _gate_up(self) -> str | None:
         text, width = self.text, self.text["hidden_size"]

@@ -16,6 +16,24 @@ from .errors import UsageError
 
 BACKENDS = ("auto", "metal", "cuda", "host", "ops")
 ENGINES = ("mlx", "lily", "auto")
+OPS = (
+    "attention_decode",
+    "attention_gate",
+    "expert_combine",
+    "expert_down",
+    "expert_gate_up",
+    "expert_gemm_down",
+    "expert_gemm_gate_up",
+    "expert_route",
+    "gated_delta_prepare",
+    "gated_delta_scan",
+    "gated_delta_step",
+    "gated_rms_norm",
+    "qk_prepare",
+    "qmm",
+    "qmv",
+)
+"""The ops that have a kernel, which ``LILY_DISABLE`` may name."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +42,7 @@ class Settings:
 
     Attributes:
         backend: ``LILY_BACKEND``, one of :data:`BACKENDS`; ``auto`` picks the best this machine has.
-        disabled_ops: names in ``LILY_DISABLE`` (comma separated); those ops take the stock path.
+        disabled_ops: names in ``LILY_DISABLE`` (comma separated), of :data:`OPS`; those take the stock path.
         cache_dir: folder for compiled host kernels and check results; ``LILY_CACHE_DIR`` or the
             platform's user cache folder.
         stats: ``LILY_STATS=1``, print at exit which classes and kernels ran.

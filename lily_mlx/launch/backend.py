@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
 
 from ..errors import BackendUnavailableError
 from ..settings import BACKENDS, settings
@@ -72,3 +76,44 @@ def chip(backend: str) -> str:
     import mlx.core as mx
 
     return f"{backend}-{mx.device_info(mx.gpu).get('architecture', 'unknown')}"
+
+
+@cache
+def neural_accelerators() -> tuple[bool | None, str]:
+    """Whether MLX runs matrix products on the GPU's neural accelerators, None if that is not known, and why.
+
+    MLX does so from macOS 26.2 and GPU generation 17 (M5; on phones 18) if it was built for macOS 26.2; it
+    has no call that says so, hence the same conditions here.
+    """
+    import mlx.core as mx
+
+    if not mx.metal.is_available():
+        return False, "no Apple GPU"
+    architecture = str(mx.device_info(mx.gpu).get("architecture", ""))
+    generation = re.fullmatch(r"applegpu_g(\d+)([a-z])", architecture)
+    if not generation:
+        return None, f"the GPU's architecture is {architecture!r}, whose generation is not known"
+    least = 18 if generation[2] == "p" else 17
+    if int(generation[1]) < least:
+        return False, f"{architecture} is older than generation {least}"
+    version = tuple(int(part) for part in platform.mac_ver()[0].split(".")[:2])
+    if version < (26, 2):
+        return False, f"macOS {platform.mac_ver()[0]} is older than 26.2"
+    built_for = _wheel_macos()
+    if built_for is None:
+        return None, "the wheel does not say for which macOS MLX was built"
+    if built_for < 26:
+        return False, f"MLX was built for macOS {built_for}, without them"
+    return True, f"{architecture}, macOS {platform.mac_ver()[0]}, MLX built for macOS {built_for}"
+
+
+def _wheel_macos() -> int | None:
+    """The macOS that MLX's wheel was built for."""
+    for name in ("mlx-metal", "mlx"):
+        try:
+            tags = distribution(name).read_text("WHEEL") or ""
+        except PackageNotFoundError:
+            continue
+        if found := re.search(r"macosx_(\d+)_", tags):
+            return int(found[1])
+    return None

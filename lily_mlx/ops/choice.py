@@ -9,6 +9,11 @@ from ..launch import backend
 from ..settings import settings
 from .trust import distrust
 
+_MATRIX_PRODUCTS = {"qmm", "expert_gemm_gate_up", "expert_gemm_down"}
+_STOCK_PRODUCTS = (
+    "this chip has neural accelerators; stock's product is the default until ours is measured faster here"
+)
+
 
 def why_off(op: str) -> str | None:
     """None if the kernel of ``op`` may run here, else the reason it does not.
@@ -21,6 +26,8 @@ def why_off(op: str) -> str | None:
     used = backend.resolve()
     if used == "ops":
         return "the ops back-end is MLX's own ops"
+    if op in _MATRIX_PRODUCTS and used == "metal" and backend.neural_accelerators()[0]:
+        return _STOCK_PRODUCTS
     return distrust(op, used)
 
 
