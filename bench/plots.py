@@ -212,8 +212,7 @@ def _ablations(group: Group) -> Figure:
             axes.barh(row - half, mean, 0.36, **here, **error)
             here.pop("label", None)
         else:
-            side = -0.2 if reference is not None else 0.0
-            axes.text(0, row + side, f" {missing}", va="center", fontsize=7, style="italic")
+            axes.text(max(reference or 0, 0), row, f"  {missing}", va="center", fontsize=7, style="italic")
         if reference is not None:
             axes.barh(row + half, reference, 0.36, **theirs)
             theirs.pop("label", None)
