@@ -23,6 +23,9 @@ from .arms import Arm
 MAX_RELATIVE_ERROR = 0.15
 MAX_KL = 0.05
 MIN_TOP1 = 0.85
+NEAR_TIE = 0.5
+"""Nats within which two tokens count as equally likely: what rounding to bfloat16 does to a difference."""
+
 MAX_RELATIVE_ERROR_AT_LENGTH = 0.3
 """For the logits of one position; the others are over all positions of the gate's prompt."""
 
@@ -42,7 +45,9 @@ class Agreement:
         relative_error: root mean square of the difference over that of the reference, both centred, because
             a constant added to all logits changes nothing.
         kl: mean Kullback-Leibler divergence from the reference, nats.
-        top1: share of positions with the same most likely token.
+        top1: share of positions whose most likely token is the reference's, or nearly as likely there. Where
+            the reference itself is undecided, the token is chosen by rounding: of 32 positions 4 to 7 on the
+            tiny checkpoint, for stock in bfloat16 against fp32 as for Lily.
     """
 
     relative_error: float
@@ -60,7 +65,8 @@ def agreement(reference: mx.array, logits: mx.array) -> Agreement:
     error = mx.linalg.norm(p - q) / mx.linalg.norm(p)
     log_p, log_q = (x - mx.logsumexp(x, -1, keepdims=True) for x in (p, q))
     kl = (mx.exp(log_p) * (log_p - log_q)).sum(-1).mean()
-    top1 = (p.argmax(-1) == q.argmax(-1)).astype(mx.float32).mean()
+    chosen = mx.take_along_axis(log_p, q.argmax(-1, keepdims=True), axis=-1)[..., 0]
+    top1 = (chosen >= log_p.max(-1) - NEAR_TIE).astype(mx.float32).mean()
     return Agreement(float(error), float(kl), float(top1))
 
 

@@ -173,7 +173,14 @@ def test_agreement_against_numpy():
     pa, pb = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (a, b))
     assert found.relative_error == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a), rel=1e-4)
     assert found.kl == pytest.approx((pa * np.log(pa / pb)).sum(-1).mean(), rel=1e-4)
-    assert found.top1 == (a.argmax(-1) == b.argmax(-1)).mean()
+    chosen = np.take_along_axis(a, b.argmax(-1)[:, None], axis=-1)[:, 0]
+    assert found.top1 == (chosen >= a.max(-1) - gate.NEAR_TIE).mean()
+
+
+def test_a_near_tie_is_no_disagreement_and_a_wrong_token_is():
+    reference = mx.array([[4.0, 3.9, 0.0], [4.0, 0.0, 0.0], [4.0, 3.0, 0.0]])
+    other = mx.array([[3.9, 4.0, 0.0], [4.0, 0.0, 0.0], [3.0, 4.0, 0.0]])
+    assert gate.agreement(reference, other).top1 == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(

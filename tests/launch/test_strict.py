@@ -233,7 +233,9 @@ def test_the_buffers_of_a_signature_are_counted():
 
 
 def test_this_projects_kernels_pass():
-    assert strict.check_kernels() == []
+    """One of each kind: ``lily-mlx kernels check``, which CI runs as well, takes all of them."""
+    stems = ["attention_combine", "expert_down", "expert_route", "gated_delta_scan", "qmm"]
+    assert strict.check_kernels(stems) == []
 
 
 def source_of(fn, *inputs):
