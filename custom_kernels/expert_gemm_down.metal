@@ -33,7 +33,7 @@ struct ExpertGemmDown {
   int owned;   // the simdgroup's first column, unless that is too close to H
   int column;  // its first column
   Matrix down;
-  int thread_index;
+  u32 thread_index;
   u32 lane;
 
   template <int USED>
@@ -83,6 +83,6 @@ if (block < count[0]) {
   const i64 row = is_shared ? i64(column) : i64(expert) * H + column;
   const Op op = {
       h, rows + first_row, y, memory, first_row, block_rows, owned, column,
-      lily_rows_from<M, BITS, GROUP>(down, row), int(thread_index_in_threadgroup), thread_index_in_simdgroup};
+      lily_rows_from<M, BITS, GROUP>(down, row), thread_index_in_threadgroup, thread_index_in_simdgroup};
   lily_for_rows<ROWS>(op, block_rows);
 }

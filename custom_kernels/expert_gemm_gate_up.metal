@@ -35,7 +35,7 @@ struct ExpertGemmGateUp {
   int column;  // its first column
   Matrix gate;
   Matrix up;
-  int thread_index;
+  u32 thread_index;
   u32 lane;
 
   template <int USED>
@@ -98,6 +98,6 @@ if (block < count[0]) {
   const Op op = {
       x, rows + first_row, h + i64(first_row) * M, memory, block_rows, owned, column,
       lily_rows_from<K, BITS, GROUP>(gate, row), lily_rows_from<K, BITS, GROUP>(up, row),
-      int(thread_index_in_threadgroup), thread_index_in_simdgroup};
+      thread_index_in_threadgroup, thread_index_in_simdgroup};
   lily_for_rows<ROWS>(op, block_rows);
 }

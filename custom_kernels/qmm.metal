@@ -59,7 +59,7 @@ struct Qmm {
 
     Product product;
     product.memory = memory;
-    product.thread_index = int(thread_index);
+    product.thread_index = thread_index;
     product.lane = lane;
     u32 starts[Product::LOADS];
     LILY_UNROLL

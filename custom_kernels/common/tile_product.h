@@ -51,12 +51,12 @@ struct lily_tile_product {
   };
 
   LILY_THREADGROUP T* memory;  // [Buffers::TOTAL]
-  int thread_index;
+  u32 thread_index;
   u32 lane;
   Tile tiles[COUNT];
 
   LILY_INLINE int row_of_load(int i) const {
-    return thread_index / ROW_CHUNKS + i * ROWS_APART;
+    return int(thread_index / u32(ROW_CHUNKS)) + i * ROWS_APART;
   }
 
   LILY_INLINE void fetch(
@@ -71,7 +71,7 @@ struct lily_tile_product {
     LILY_UNROLL
     for (int i = 0; i < LOADS; ++i) {
       if (CHUNKS % THREADS == 0 || row_of_load(i) < ROWS) {
-        lily_packed_left<T, STEP>::put(buffer, row_of_load(i), thread_index % ROW_CHUNKS, staged[i]);
+        lily_packed_left<T, STEP>::put(buffer, row_of_load(i), int(thread_index % u32(ROW_CHUNKS)), staged[i]);
       }
     }
   }
@@ -83,7 +83,7 @@ struct lily_tile_product {
       int cols) {
     lily_vec<T, 8> staged[LOADS];
     Right right[COUNT];
-    a += thread_index % ROW_CHUNKS * 8;
+    a += thread_index % u32(ROW_CHUNKS) * 8;
     fetch(a, starts, staged);
     LILY_UNROLL
     for (int t = 0; t < COUNT; ++t) {

@@ -554,7 +554,7 @@ struct lily_packed_left {
   }
 
   static LILY_INLINE int detail_chunk(int chunk, int row) {
-    return chunk ^ (row % 8) ^ (chunk / 8 * 2);
+    return chunk ^ (row & 7) ^ (chunk / 8 * 2);
   }
 };
 
