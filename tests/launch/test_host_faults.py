@@ -477,6 +477,16 @@ def test_barrier_that_some_lanes_skip(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["fifo", "lifo", "random:3"])
+@pytest.mark.parametrize("after", ["", "threadgroup_barrier(mem_flags::mem_none);\n"])
+def test_simd_operation_that_some_lanes_skip(after, schedule):
+    """MLX's dot_product has one: a sum over the active lanes, which runs when asked not to check."""
+    body = f"{INDEX}T s = x[i];\nif (i % 64 < 3) {{\n  s = simd_sum(s);\n}}\n{after}out[i] = s;"
+    assert fails(host.DivergentSimd, body, threadgroup=64, schedule=schedule).line in (4, 6)
+    out = launch(body, threadgroup=64, schedule=schedule, check=False)
+    assert out.tolist() == [3, 3, 3, *range(3, N)]
+
+
+@pytest.mark.parametrize("schedule", ["fifo", "lifo", "random:3"])
 def test_inactive_lane_read(schedule):
     body = "if (i % 32 >= 16) { out[i] = 0; return; }\nout[i] = simd_shuffle(x[i], 20);"
     error = fails(host.InactiveLaneRead, INDEX + body, schedule=schedule)

@@ -118,8 +118,8 @@ LILY_RT_INLINE constexpr void check_index([[maybe_unused]] size index, [[maybe_u
 // Rendezvous of the active lanes of a simdgroup: those that have not left by a `return` statement. Each
 // deposits `bytes` (at most max_exchange_bytes) from `mine`; the result points to 32 entries of `bytes`,
 // lane 0 first, valid until this lane's next collective but one, and `active` has a bit per lane that took
-// part. Without `combine` the entries are the deposits. Lanes that meet different operations or lines, or
-// whose simdgroup has lanes that ran to the kernel's end, end the launch with DivergentSimd.
+// part. Without `combine` the entries are the deposits. Lanes that meet different operations or lines end the
+// launch with DivergentSimd; in a checked launch, so do lanes at a barrier or at the kernel's end.
 LILY_RT_INLINE const void* simd_collective(Op op, int line, const void* mine, size bytes, Combine combine,
                                            u32* active) {
   [[clang::nomerge]] return lily_host->collective(op, line, mine, bytes, combine, active);

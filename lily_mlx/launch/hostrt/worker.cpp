@@ -462,8 +462,12 @@ SimdGroup& release_barrier() {
   return groups[group_order[0]];
 }
 
-// Of each simdgroup's pending collective, for a lane that leaves by `return` and so completes it.
+// Of each simdgroup's pending collective, for a lane that completes it by leaving or, unchecked, at a barrier.
 Combine pending_combine[max_groups];
+
+// Whether no more lanes can come to the pending collective. Those at a barrier do not; a checked launch ends
+// before one waits there while others are at a collective.
+bool is_complete(const SimdGroup& g) { return g.waiting && g.waiting == (g.live & ~g.at_barrier); }
 
 const void* collective(Op op, int line, const void* mine, size bytes, Combine combine, u32* active) {
   u32 index = thread_index(), lane = index % simd_width;
@@ -474,10 +478,10 @@ const void* collective(Op op, int line, const void* mine, size bytes, Combine co
     note_calls(fibers[index], __builtin_frame_address(0));
   }
   if (!g.waiting) {
-    if (g.ended)
+    if (request->check && g.ended)
       fail(Kind::divergent_simd, line, -1, "%s in divergent code: lane %u waits, lane %d ran to the kernel's end",
            op, lane, __builtin_ctz(g.ended));
-    if (g.at_barrier)
+    if (request->check && g.at_barrier)
       fail(Kind::divergent_simd, line, -1, "%s in divergent code: lane %d waits at threadgroup_barrier, line %d", op,
            __builtin_ctz(g.at_barrier), barrier_line);
     g.op = op, g.line = line, g.bytes = bytes;
@@ -501,7 +505,7 @@ const void* collective(Op op, int line, const void* mine, size bytes, Combine co
     default: memcpy(table + lane * bytes, mine, bytes);
   }
   g.waiting |= 1u << lane;
-  if (g.waiting == g.live) complete_collective(g, combine);
+  if (is_complete(g)) complete_collective(g, combine);
   run_next(g, &fibers[index].sp);
   *active = g.active;
   return table;
@@ -515,7 +519,7 @@ void barrier(int line) {
     check_red_zones(line);
     note_calls(fibers[index], __builtin_frame_address(0));
   }
-  if (g.waiting)
+  if (request->check && g.waiting)
     fail(Kind::divergent_simd, line, -1, "threadgroup_barrier in divergent code: lane %d waits at %s, line %d",
          __builtin_ctz(g.waiting), g.op, g.line);
   if (request->check && ended_threads)
@@ -530,6 +534,7 @@ void barrier(int line) {
               "threadgroup_barrier", line, index, barrier_thread);
   if (!waiting_threads++) barrier_line = line, barrier_thread = index;
   g.at_barrier |= 1u << lane;
+  if (is_complete(g)) complete_collective(g, pending_combine[index / simd_width]);
   run_next(waiting_threads == live_threads ? release_barrier() : g, &fibers[index].sp);
 }
 
@@ -556,16 +561,16 @@ void leave(Fiber& fiber) {
   if (request->check) check_red_zones(0);
   g.live &= ~(1u << lane);
   --live_threads;
-  if (!fiber.returned) {
+  if (request->check && !fiber.returned) {
     if (g.waiting)
       fail(Kind::divergent_simd, g.line, static_cast<int>(index - lane) + __builtin_ctz(g.waiting),
            "%s in divergent code: lane %d waits, lane %u ran to the kernel's end", g.op, __builtin_ctz(g.waiting), lane);
-    if (request->check && waiting_threads)
+    if (waiting_threads)
       fail(Kind::barrier_mismatch, barrier_line, static_cast<int>(barrier_thread),
            "thread %u of the threadgroup waits, thread %u ran to the kernel's end", barrier_thread, index);
     g.ended |= 1u << lane;
     if (!ended_threads++) first_ended = index;
-  } else if (g.waiting && g.waiting == g.live) {
+  } else if (is_complete(g)) {
     complete_collective(g, pending_combine[index / simd_width]);
   }
   run_next(waiting_threads && waiting_threads == live_threads ? release_barrier() : g, &fiber.sp);
