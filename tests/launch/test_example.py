@@ -74,6 +74,7 @@ NOT_REPORTED = {
     "a shift that loses bits": "int k = (int(i) + 1) << 27;\nout[i] = x[k >> 27 & 31];",
     "a sum of unsigned that wraps": "uint k = 4294967290u + i;\nout[i] = x[k % 64];",
     "a large stride that wraps": "uint stride = 1u << 25, k = i * stride * 4;\nout[i] = x[k % 64];",
+    "a stride like a random generator's": "uint n = 151669, k = i * 65000 * n;\nout[i] = x[k % 64];",
     "a wrong index inside a buffer": "out[i] = x[i == 7 ? 8 : i];",
 }
 

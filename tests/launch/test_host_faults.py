@@ -522,6 +522,14 @@ def test_hashing_is_no_overflow():
     assert out.tolist() == expected
 
 
+@pytest.mark.parametrize("factor", [1664525, 214013, 69069])
+def test_a_random_generator_is_no_overflow(factor):
+    """Linear congruential ones, with the multipliers of Numerical Recipes, Microsoft's C and the VAX."""
+    body = f"{INDEX}uint s = i * 1013u;\ns = s * {factor}u + 12345u;\nout[i] = s;"
+    out = launch(body, dtype=mx.uint32)
+    assert out.tolist() == [(i * 1013 * factor + 12345) % 2**32 for i in range(N)]
+
+
 def test_a_shift_takes_its_amount_modulo_the_width():
     """As in OpenCL C, only the lowest bits of an amount count."""
     body = """

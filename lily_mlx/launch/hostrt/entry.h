@@ -62,9 +62,10 @@ LILY_RT_INLINE void check_failed(const CheckData& data, Kind kind, const char* m
   lily_host->fault(kind, static_cast<int>(data.location.line), data.location.file, message);
 }
 
-// An unsigned product that wraps is a hash when a factor is large, and an index that left 32 bits when both
-// are sizes or positions.
-inline constexpr u64 largest_index_factor = u64(1) << 24;
+// An unsigned product that wraps is an index that left 32 bits when both factors are sizes or positions; a hash
+// when one is large; and a random number when one is the multiplier of a linear congruential generator, which
+// is 1 modulo 4 for its full period.
+LILY_RT_INLINE bool is_index_factor(u64 x) { return x < 1 << 24 && (x < 1 << 16 || x % 4 != 1); }
 
 }  // namespace lily::rt
 
@@ -81,7 +82,7 @@ LILY_CHECK __ubsan_handle_sub_overflow(lily::rt::CheckData* data, lily::rt::size
 LILY_CHECK __ubsan_handle_mul_overflow(lily::rt::CheckData* data, lily::rt::size a, lily::rt::size b) {
   if (data->type->info & 1)
     lily::rt::check_failed(*data, lily::rt::Kind::index_overflow, "signed product overflows");
-  else if (data->type->info >> 1 == 5 && a < lily::rt::largest_index_factor && b < lily::rt::largest_index_factor)
+  else if (data->type->info >> 1 == 5 && lily::rt::is_index_factor(a) && lily::rt::is_index_factor(b))
     lily::rt::check_failed(*data, lily::rt::Kind::index_overflow, "unsigned 32-bit product of two indices wraps");
 }
 LILY_CHECK __ubsan_handle_negate_overflow(lily::rt::CheckData* data, lily::rt::size) {
