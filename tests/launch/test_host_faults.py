@@ -374,6 +374,36 @@ def test_divergent_simd_operation(body, lines, schedule):
 
 @pytest.mark.parametrize("schedule", ["fifo", "lifo", "random:3"])
 @pytest.mark.parametrize(
+    "body",
+    [
+        "if (i % 32 < 16) simdgroup_load(m, x, 8);\nelse simdgroup_load(m, x, 8);\n"
+        "simdgroup_store(m, out, 8);",
+        "simdgroup_load(m, x, 8);\nif (i % 32 < 16) simdgroup_store(m, out, 8);\n"
+        "else simdgroup_store(m, out, 8);",
+    ],
+)
+def test_divergent_matrix_access(body, schedule):
+    before = f"{INDEX}simdgroup_matrix<T, 8, 8> m;\n"
+    error = fails(host.DivergentSimd, before + body, grid=32, schedule=schedule)
+    assert error.line in (3, 4, 5)
+    assert "simdgroup_load" in str(error) or "simdgroup_store" in str(error)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a[i] = a[i + 32] = 1;\nsimdgroup_load(m, a, 8);\nsimdgroup_store(m, out, 8);",
+        "simdgroup_store(m, a, 8);\nout[i] = a[63 - i];\nout[i + 32] = a[31 - i];",
+    ],
+)
+def test_a_matrix_access_is_no_barrier(body):
+    """What lanes write before a load, or read after a store, needs a barrier."""
+    before = f"{INDEX}threadgroup T a[64];\nsimdgroup_matrix<T, 8, 8> m(1);\n"
+    fails(host.UninitializedRead, before + body, grid=32)
+
+
+@pytest.mark.parametrize("schedule", ["fifo", "lifo", "random:3"])
+@pytest.mark.parametrize(
     ("body", "lines"),
     [
         ("if (i % 64 < 32) threadgroup_barrier(mem_flags::mem_none);\nout[i] = x[i];", (2,)),

@@ -57,10 +57,28 @@ LILY_RT_INLINE simdgroup_matrix<T, Cols, Rows> make_diagonal_simdgroup_matrix(T 
   return simdgroup_matrix<T, Cols, Rows>(value);
 }
 
+} // namespace metal
+
+namespace lily {
+
+// Loads and stores exchange nothing: the lanes of a checked launch meet to show that they came the same way.
+// After a load and before a store, so that a barrier missing between a write and a read still shows.
+LILY_RT_INLINE void matrix_access([[maybe_unused]] rt::Op name, [[maybe_unused]] int line) {
+#if defined(LILY_RT_CHECKED)
+  uint active = 0;
+  rt::simd_collective(name, line, nullptr, 0, nullptr, &active);
+#endif
+}
+
+} // namespace lily
+
+namespace metal {
+
 // Element (row, column) is at origin.y + row, origin.x + column; transposed, the other way round.
 template <typename T, typename P>
 LILY_RT_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& out, P* source, ulong elements_per_row = 8,
-                           ulong2 matrix_origin = 0, bool transpose_matrix = false) {
+                           ulong2 matrix_origin = 0, bool transpose_matrix = false,
+                           int line = __builtin_LINE()) {
   static_assert(is_same_v<lily::plain<P>, T>, "the pointer and the matrix differ in type");
 #ifdef LILY_STRICT
   static_assert(lily::in_device<P> || lily::in_threadgroup<P>, "lily matrix-pointer");
@@ -72,14 +90,17 @@ LILY_RT_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& out, P* source, ul
         ? source[(matrix_origin.y + column) * elements_per_row + matrix_origin.x + row]
         : source[(matrix_origin.y + row) * elements_per_row + matrix_origin.x + column];
   }
+  lily::matrix_access("simdgroup_load", line);
 }
 template <typename T, typename P>
 LILY_RT_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> from, P* target, ulong elements_per_row = 8,
-                            ulong2 matrix_origin = 0, bool transpose_matrix = false) {
+                            ulong2 matrix_origin = 0, bool transpose_matrix = false,
+                            int line = __builtin_LINE()) {
   static_assert(is_same_v<lily::plain<P>, T>, "the pointer and the matrix differ in type");
 #ifdef LILY_STRICT
   static_assert(lily::in_device<P> || lily::in_threadgroup<P>, "lily matrix-pointer");
 #endif
+  lily::matrix_access("simdgroup_store", line);
   lily::matrix_place place(lily::rt::lane());
   for (int i = 0; i < 2; ++i) {
     ulong row = ulong(place.row), column = ulong(place.column + i);
