@@ -466,6 +466,47 @@ def test_divergent_operation_of_a_helper(body, lines, helper, schedule):
     assert "simd_sum" in str(error)
 
 
+OPERATORS = """struct Sum {
+  float v;
+  float operator()(float w) const { return metal::simd_sum(w); }
+  float operator[](int k) const { return metal::simd_max(v + k); }
+  operator float() const { return metal::simd_min(v); }
+};
+template <typename T>
+struct Pair {
+  T a, b;
+};
+template <typename T>
+T operator+(Pair<T> p, Pair<T> q) {
+  return metal::simd_sum(p.a * q.a + p.b * q.b);
+}
+inline float through(float w) {
+  return Sum()(w) + 1;
+}
+"""
+
+
+@pytest.mark.parametrize("schedule", ["fifo", "lifo", "random:3"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "Sum()({0})",
+        "Sum{{{0}}}[1]",
+        "float(Sum{{{0}}})",
+        "Pair<T>{{{0}, 1}} + Pair<T>{{1, 2}}",
+        "through({0})",
+    ],
+)
+def test_divergent_operator(call, schedule):
+    body = (
+        f"T s;\nif (i % 32 < 16) s = {call.format('x[i]')};\nelse s = {call.format('2 * x[i]')};\nout[i] = s;"
+    )
+    error = fails(host.DivergentSimd, INDEX + body, header=OPERATORS, schedule=schedule)
+    assert (error.file, error.line) in (("planted.metal", 3), ("planted.metal", 4))
+    meeting = f"T s = {call.format('x[i]')};\nif (i < 32) s += {call.format('s')};\nout[i] = s;"
+    launch(INDEX + meeting, header=OPERATORS, schedule=schedule)
+
+
 @pytest.mark.parametrize("schedule", ["fifo", "lifo", "random:3"])
 @pytest.mark.parametrize("call", ["sum.of(x[i])", "meet(a, x[i])"])
 def test_divergent_barrier_of_a_helper(call, schedule):

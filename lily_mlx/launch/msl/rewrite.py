@@ -60,6 +60,8 @@ _SCALARS = _BUILTIN_TYPES - {"auto"} | {
 _COLLECTIVE = re.compile(
     r"(?:__metal_)?(?:simd|quad)_\w+|simdgroup_(?:barrier|load|store|multiply\w*)|threadgroup_barrier"
 )
+# In the tokens of what opens the scope of a class, with blanks between; `class T` may be in a template list.
+_CLASS_NAME = re.compile(r"\b(?:struct|class|union) (\w+)\b(?! [,>])")
 # What begins a member that is not data.
 _NO_DATA = frozenset(
     ("using", "typedef", "static", "friend", "enum", "template", "static_assert", "constexpr", "inline")
@@ -333,9 +335,12 @@ def _collapse_overloads(tokens: list[_Token]) -> None:
 
 
 def _mark_calls(tokens: list[_Token]) -> None:
-    """Mark the functions that contain a collective, or the name of a function that is marked."""
+    """Mark the functions that contain a collective, or the name of a function that is marked.
+
+    A call of an operator has no name: what mentions the class that it belongs to, or works on, may call it.
+    """
     code = _Code(tokens)
-    functions: list[tuple[int, str, set[str]]] = []  # where it starts, its name, the names in its body
+    functions: list[tuple[int, set[str], set[str]]] = []  # where it starts, its names, the names that it uses
     reaching: set[str] = set()
     for declaration in _declarations(code):
         start = declaration.first
@@ -343,30 +348,38 @@ def _mark_calls(tokens: list[_Token]) -> None:
             start = code.after_angles(start + 1)
         if code.words[declaration.last] != "}" or (name := _function_name(code, start)) is None:
             continue
+        signature = code.words[start : declaration.end]
         body = code.words[declaration.end : declaration.last]
-        functions.append((start, name, set(body)))
+        names = {name} if name != "operator" else _classes_of_operator(code, declaration, start)
+        functions.append((start, names, {*signature, *body}))
         if any(_COLLECTIVE.fullmatch(word) for word in body) or ".run(" in "".join(body):
-            reaching.add(name)
+            reaching |= names
     count = -1
     while count != len(reaching):
         count = len(reaching)
-        reaching.update(name for _, name, body in functions if body & reaching)
-    for start, name, _ in functions:
-        if name in reaching:
+        for _, names, used in functions:
+            if used & reaching:
+                reaching |= names
+    for start, names, _ in functions:
+        if names & reaching:
             code.tokens[start].before += "LILY_RT_CALLS "
 
 
+def _classes_of_operator(code: _Code, declaration: _Declaration, start: int) -> set[str]:
+    """The class that the operator declared at `start` is a member of, or those of its operands."""
+    if declaration.scope and (match := _CLASS_NAME.search(declaration.scope[-1])):
+        return {match[1]}
+    opening = max(i for i in range(start, declaration.end) if code.words[i] == "(")
+    template = set(code.words[declaration.first : start])
+    operands = _without_names(tuple(code.words[opening : declaration.end]))
+    return {w for w in operands if w.isidentifier()} - template - _BUILTIN_TYPES - _QUALIFIERS - SPACES
+
+
 def _function_name(code: _Code, i: int) -> str | None:
-    """The name of the function whose declaration starts at i, None for operators and classes."""
-    while i < len(code) and code.words[i] not in (
-        ";",
-        "{",
-        "operator",
-        "struct",
-        "class",
-        "union",
-        "requires",
-    ):
+    """The name of the function whose declaration starts at i, "operator" for operators, None for classes."""
+    while i < len(code) and code.words[i] not in (";", "{", "struct", "class", "union", "requires"):
+        if code.words[i] == "operator":
+            return "operator"
         if code.words[i] == "(" and code.words[i - 1] not in ("__attribute__", "decltype", "alignas"):
             return code.words[i - 1]
         if code.words[i] == "<":
