@@ -6,8 +6,9 @@ and runs in a worker process, so that whatever a kernel does, the interpreter li
 
 Each launch is watched: buffers end, or begin, at a page that cannot be touched; memory that nothing wrote
 holds a poison; lanes and threads must meet at the same operations. ``check=True`` runs a launch twice, with
-the buffers against their end and against their start and with two poisons, and compares the outputs bit by
-bit. :func:`check_schedules` looks for races by running launches in several orders.
+the buffers against their end and against their start and with two poisons, a small one once more with zeros,
+and compares the outputs bit by bit. :func:`check_schedules` looks for races by running launches in several
+orders.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -85,6 +87,9 @@ MAX_THREADGROUP_BYTES = 32768
 # it in the second (6e17, 235), so that a minimum, a maximum or a comparison takes one of them. Integers
 # differ in sign and parity, and a bool is neither true nor false.
 _POISONS = ((0xD6, 0xDA), (0x57, 0x5B))
+# A check of at most so many threads runs a third time with zeros, for comparisons with zero that both poisons
+# answer alike. More would cost too much.
+ZEROED_THREADS = 256
 # Metal's argument table.
 MAX_METAL_BUFFERS = 31
 
@@ -261,8 +266,8 @@ class HostKernel:
         Args:
             schedule: the order of threads: "fifo", "lifo" or "random:SEED". None: "fifo", unless
                 :func:`check_schedules` is at work.
-            check: run twice, with the compiler's bounds and overflow checks, and compare. Without, the launch
-                is faster, and still confined to its buffers; a barrier does not wait for threads that have
+            check: run twice, a small launch three times, with the compiler's bounds and overflow checks, and
+                compare. Without, the launch is faster, and still confined to its buffers; a barrier does not wait for threads that have
                 ended, as on Apple's GPUs, though Metal asks that every thread reaches it; and a simd
                 operation that other lanes skip is over the lanes that reach it.
             time_limit: seconds that one run may take.
@@ -299,6 +304,8 @@ class HostKernel:
             first = launch.run(library, *how, _POISONS[0], "end")
             if check:
                 launch.compare(first, launch.run(library, *how, _POISONS[1], "start"))
+                if math.prod(grid) <= ZEROED_THREADS:
+                    launch.compare(first, launch.run(library, *how, (0, 0), "end"))
         if (record := _recorder.get()) is not None:
             record.append(_Launch(self.name, self.output_names, tuple(output_dtypes), tuple(first)))
         outputs = [

@@ -263,6 +263,17 @@ def test_uninitialised_bool(body):
     assert error.line == body.count("\n") + 2
 
 
+def test_a_comparison_of_what_was_never_written_with_zero():
+    source = """
+uint i = thread_position_in_grid.x;
+threadgroup uint seen[64];
+if (i == 3) seen[3] = 0;
+threadgroup_barrier(mem_flags::mem_threadgroup);
+out[i] = seen[i] != 0 ? 1 : 2;"""
+    assert fails(host.UninitializedRead, source, threadgroup=64).buffer == "out"
+    assert launch(source.replace("if (i == 3) seen[3]", "seen[i]"), threadgroup=64).tolist() == [2] * N
+
+
 def test_a_value_with_the_bits_of_a_poison_is_a_value():
     bits = [0xFFFFFFFF, 0xDADADADA, 0x5B5B5B5B, 0xD6D6D6D6, 0x57575757, 0xAAAAAAAA] + [7] * (N - 6)
     x = mx.array(bits, mx.uint32).view(mx.float32)
