@@ -268,8 +268,8 @@ class HostKernel:
                 :func:`check_schedules` is at work.
             check: run twice, a small launch three times, with the compiler's bounds and overflow checks, and
                 compare. Without, the launch is faster, and still confined to its buffers; a barrier does
-                not wait for threads that have ended, as on Apple's GPUs, though Metal asks that every thread reaches it; and a simd
-                operation that other lanes skip is over the lanes that reach it.
+                not wait for threads that have ended, as on Apple's GPUs, though Metal asks that every
+                thread reaches it; and a simd operation that other lanes skip is over the lanes that reach it.
             time_limit: seconds that one run may take.
 
         Returns:
