@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 import lily_mlx
 from bench import graph, oracle, random_weights
 from lily_mlx.errors import UsageError
+from lily_mlx.layers import attention
 from lily_mlx.ops import trust
 from tests.conftest import TINY
 from tests.launch.test_trace import ATTENTION, DELTA_NET, MOE
@@ -90,6 +91,83 @@ def test_lily_reads_the_chosen_experts_only(decode):
     # Four layers of 8 routed experts and a shared one: gate, up and down at 4.5 bits a weight.
     weights = 4 * (8 + 1) * 3 * 512 * 2048 * 4.5 / 8
     assert sum(row["bytes_read"] for row in rows) == pytest.approx(weights, rel=0.02)
+
+
+# Launches of each part of a prompt's chunk in Lily's kernels, with the norm before and the residual after it.
+# Attention is MLX's, which Metal runs as products where a head has 256 numbers.
+PREFILL = {
+    "outside": {"Gather": 3, "Dequantize": 1, "RMSNorm": 1, "QuantizedMatmul": 1, "Full": 2},
+    "delta_net": {
+        "RMSNorm": 1,
+        "lily_qmm": 2,
+        "lily_gated_delta_prepare": 1,
+        "lily_gated_delta_scan": 1,
+        "lily_gated_rms_norm": 1,
+        "Add": 1,
+    },
+    "attention": {
+        "RMSNorm": 1,
+        "lily_qmm": 2,
+        "lily_qk_prepare": 1,
+        "Multiply": 1,
+        "Matmul": 2,
+        "Arange": 2,
+        "GreaterEqual": 1,
+        "Select": 1,
+        "Softmax": 1,
+        "lily_attention_gate": 1,
+        "Add": 1,
+    },
+    "moe": {
+        "RMSNorm": 1,
+        "lily_qmm": 1,
+        "lily_expert_choose": 1,
+        "lily_expert_scatter": 1,
+        "lily_expert_gemm_gate_up": 1,
+        "lily_expert_gemm_down": 1,
+        "lily_expert_combine": 1,
+        "Add": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("tokens", [256, 2048])  # whole steps of the KV cache: no copy into a larger one
+def test_lilys_prefill_counted_by_hand(model, tokens):
+    found = graph.trace_pass(lily_mlx.convert(oracle.twin(model)), "decode", tokens, 0)
+    part = {name: Counter(launches) for name, launches in PREFILL.items()}
+    expected = part["outside"] + part["attention"]
+    for _ in range(3):
+        expected += part["delta_net"]
+    for _ in range(4):
+        expected += part["moe"]
+    assert launches({"by_primitive": graph._by_primitive(found)}) == expected
+    assert part["delta_net"].total() + part["moe"].total() == 15
+
+
+def test_a_chunk_costs_no_more_than_its_context(model):
+    """No launch grows with the context beyond a bound, and a chunk's time is linear in it."""
+    lily = lily_mlx.convert(oracle.twin(model))
+    found = {}
+    for context in (16384, 32768, 65536):
+        chunk = graph.trace_pass(lily, "decode", 2048, context)
+        scores = [a for p in chunk if p.name == "Matmul" for a in p.outputs if a.shape[-1] > 2048]
+        # 16 heads of queries by keys; a row of queries more or less
+        assert max(a.size for a in scores) <= 16 * attention.MAX_PAIRS
+        found[context] = sum(p.bytes_read + p.bytes_written for p in chunk)
+    first, second = found[32768] - found[16384], found[65536] - found[32768]
+    assert second == pytest.approx(2 * first, rel=0.05)
+
+
+def test_context_costs_a_token_of_lily_what_it_costs_of_stock(model):
+    """In bytes, but for the partial results of more blocks of keys; in launches nothing."""
+    found = [graph.report(model, "decode", 1, context, {})["engines"] for context in (4096, 32768)]
+
+    def added(name, *keys):
+        return sum(found[1][name][key] - found[0][name][key] for key in keys)
+
+    moved = {name: added(name, "bytes_read", "bytes_written") for name in ("stock", "lily")}
+    assert moved["lily"] < 1.02 * moved["stock"]
+    assert added("lily", "dispatches") == 0
 
 
 def test_names_are_of_kernels_not_of_their_variants(decode):
