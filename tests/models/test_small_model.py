@@ -1,0 +1,156 @@
+"""A small seeded model with every kernel engaged, on the host back-end, against stock over long runs.
+
+In float32, where stock and Lily differ by rounding alone, so that a wrong kernel shows whatever the length.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx import nn
+from mlx_lm.generate import generate_step
+from mlx_lm.models import qwen3_5_moe as stock_module
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+import lily_mlx
+from lily_mlx.counters import counts
+from lily_mlx.settings import OPS
+from tests.plugin.test_cases import small_moe
+
+VOCABULARY = 128
+BOUND = 1e-3
+"""Of log-probabilities, as for the tiny checkpoint; sums in another order alone move them by 1e-4."""
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch):
+    monkeypatch.setenv("LILY_BACKEND", "host")
+
+
+def build(dtype=mx.float32):
+    """Stock's model and Lily's of the same 4-bit weights, three DeltaNet layers and one of attention."""
+    models = []
+    for _ in range(2):
+        mx.random.seed(6)
+        sizes = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "head_dim": 64}
+        model = stock_module.Model(stock_module.ModelArgs.from_dict(small_moe(**sizes)))
+        nn.quantize(model, group_size=64, bits=4)
+        model.set_dtype(dtype)
+        model.eval()
+        models.append(model)
+    return models[0], lily_mlx.convert(models[1])
+
+
+@pytest.fixture(scope="module")
+def models():
+    return build()
+
+
+def tokens_of(count):
+    return mx.random.randint(0, VOCABULARY, (1, count), key=mx.random.key(count))
+
+
+def forced(model, tokens, lengths, cache=None):
+    """Log-probabilities [T, V] of every position, read in chunks of the lengths."""
+    cache = cache or make_prompt_cache(model)
+    parts, start = [], 0
+    for length in lengths:
+        logits = model(tokens[:, start : start + length], cache=cache)[0].astype(mx.float32)
+        parts.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        mx.eval(parts[-1], [c.state for c in cache])
+        start += length
+    return np.array(mx.concatenate(parts))
+
+
+def chunks(total, step):
+    return [min(step, total - start) for start in range(0, total, step)]
+
+
+@pytest.mark.parametrize("step", [1, 7, 64, 70, 2048])
+def test_any_chunking_gives_stocks_probabilities_and_states(models, step):
+    stock, lily = models
+    tokens = tokens_of(70)
+    caches = [make_prompt_cache(model) for model in models]
+    expected = forced(stock, tokens, [70], caches[0])
+    actual = forced(lily, tokens, chunks(70, step), caches[1])
+    assert np.abs(actual - expected).max() < BOUND
+    for theirs, ours in zip(*caches, strict=True):
+        if isinstance(theirs, KVCache):
+            assert theirs.offset == ours.offset
+        for a, b in zip(theirs.state, ours.state, strict=True):
+            if isinstance(a, mx.array):
+                assert (mx.abs(a - b).max() / mx.abs(a).max()).item() < 1e-3
+
+
+def test_decoding_across_a_full_cache_is_the_full_pass(models, monkeypatch):
+    """From 1,020 to 1,030 tokens: attention's second layout and the growth of the cache at 1,024."""
+    stock, lily = models
+    tokens = tokens_of(1030)
+    expected = forced(stock, tokens, [1030])[1020:]
+    cache = make_prompt_cache(lily)
+    monkeypatch.setenv("LILY_BACKEND", "ops")
+    forced(lily, tokens[:, :1020], [1020], cache)
+    monkeypatch.setenv("LILY_BACKEND", "host")
+    counts.clear()
+    actual = forced(lily, tokens[:, 1020:], [1] * 10, cache)
+    assert counts["op.attention_decode"] == 10
+    assert np.abs(actual - expected).max(axis=-1) == pytest.approx(np.zeros(10), abs=BOUND)
+
+
+def test_a_chat_does_not_drift_from_turn_to_turn(models):
+    """Five turns of 256 tokens through one cache, the last 16 of each decoded."""
+    caches = [make_prompt_cache(model) for model in models]
+    for turn in range(5):
+        tokens = tokens_of(256 + turn)[:, :256]
+        lengths = [240, *[1] * 16]
+        p, q = (forced(m, tokens, lengths, c) for m, c in zip(models, caches, strict=True))
+        divergence = (np.exp(p) * (p - q)).sum(-1).mean()
+        assert abs(divergence) < 1e-6, turn
+        assert (p.argmax(-1) == q.argmax(-1)).mean() > 0.99, turn  # near ties aside
+
+
+def test_float16_runs_in_the_kernels():
+    """Activations and scales in float16; as far from float32 as stock's float16 is."""
+    stock, lily = build(mx.float16)
+    exact, _ = build()
+    tokens, lengths = tokens_of(70), [60, 2, *[1] * 8]  # many tokens are routed in other launches than few
+    expected = forced(exact, tokens, lengths)
+    counts.clear()
+    actual = forced(lily, tokens, lengths)
+    assert {op for op in OPS if counts[f"op.{op}"]} == set(OPS)
+    stocks = np.abs(forced(stock, tokens, lengths) - expected)
+    ours = np.abs(actual - expected)
+    assert ours.mean() < 1.5 * stocks.mean()
+    assert ours.max() < 2 * stocks.max()
+
+
+def test_the_default_prefill_step_engages_the_kernels_to_the_last_chunk(models):
+    """A chunk of 2,048 and one of 19; the prompt's last token is the first step of decoding."""
+    stock, lily = models
+    tokens = tokens_of(2048 + 19 + 1)
+    counts.clear()
+    ((token, _),) = generate_step(tokens[0], lily, max_tokens=1)
+    layers = len(lily.layers)
+    linear = sum(layer.is_linear for layer in lily.layers)
+    for op in ("gated_delta_prepare", "gated_delta_scan", "gated_rms_norm"):
+        assert counts[f"op.{op}"] == 2 * linear, op
+    for op in ("expert_gemm_gate_up", "expert_gemm_down", "expert_combine"):
+        assert counts[f"op.{op}"] == 2 * layers, op
+    assert counts["op.expert_choose"] + counts["op.expert_route"] == 2 * layers
+    assert counts["op.qmm"] == 2 * 3 * layers  # into and out of the mixer, the router
+    assert counts["op.attention_gate"] == 2 * (layers - linear)
+    assert int(token) == int(stock(tokens)[0, -1].argmax())
+
+
+def test_peak_memory_grows_with_the_prompt_no_faster_than_stocks(models):
+    """Between lengths at which attention over the cache is what takes most in both."""
+
+    def peak(model, length):
+        cache = make_prompt_cache(model)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        forced(model, tokens_of(length), chunks(length, 256), cache)
+        return mx.get_peak_memory() - before
+
+    stock, lily = ([peak(model, length) for length in (1024, 2048)] for model in models)
+    assert lily[1] - lily[0] < 1.1 * (stock[1] - stock[0])
