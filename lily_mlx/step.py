@@ -101,7 +101,7 @@ class DecodeStep:
         arrays = [self._arrays(c) for c in cache]
         kv: Any = next((c for c in cache if isinstance(c, KVCache)), None)
         offset, capacity = (0, 0) if kv is None else (kv.offset, kv.keys.shape[2])
-        position = mx.array([offset, capacity, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
+        position = mx.array([offset, capacity, offset - 1, offset, 0, 0, 0, 0], dtype=mx.int32)
         logits, *results = self._function()(inputs, position, *chain.from_iterable(arrays))
         rest = iter(results)
         for c, group in zip(cache, arrays, strict=True):
