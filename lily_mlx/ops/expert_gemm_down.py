@@ -80,8 +80,8 @@ KERNEL = declare(
         outputs=(Buffer("y", "R H", "InT"),),
         template=("InT", "ScaleT", "M", "H", "E", "GROUP", "BITS", "ROWS", "COLS", "STEP", "SIMDGROUPS"),
         variants=(
-            _variant(_BF16, _QWEN, {"rows": 64, "cols": 16, "step": 64, "simdgroups": 4}),
-            _variant(_BF16, _QWEN, {"rows": 32, "cols": 16, "step": 128, "simdgroups": 4}),
+            _variant(_BF16, _QWEN, {"rows": 64, "cols": 64, "step": 64, "simdgroups": 4}),
+            _variant(_BF16, _QWEN, {"rows": 32, "cols": 32, "step": 128, "simdgroups": 4}),
             _variant(_MIXED, _SMALL, {"rows": 16, "cols": 16, "step": 128, "simdgroups": 2}),
         ),
         threadgroup_bytes=tile_memory,
