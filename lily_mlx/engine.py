@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,11 @@ from .settings import OPS, settings
 
 if TYPE_CHECKING:
     import mlx.nn as nn
+
+if sys.platform != "darwin":
+    # MLX's CUDA back-end ends a graph when the arrays of its kernels exceed this many MB, and reads the value
+    # once. The default of 1,000 is two layers with all their experts: twenty graphs a token.
+    os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "4000")
 
 _PREFIX = "lily_"
 _lock = threading.Lock()

@@ -7,6 +7,7 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from lily_mlx import prompt
 from lily_mlx.launch import backend
 from lily_mlx.launch.kernel import all_kernels
 from lily_mlx.layers import attention
@@ -138,3 +139,29 @@ def test_attention_in_pieces_is_the_same(monkeypatch, mask, context):
     monkeypatch.setattr(attention, "MAX_PAIRS", 3 * (context + T))
     assert_close(layer.attend(q, keys, values, mask), whole, 1e-6)
     assert calls == [3, 3, 1]
+
+
+@pytest.mark.usefixtures("compiled_ops")
+def test_few_layers_are_prepared_ahead_of_the_gpu(monkeypatch):
+    """What a layer waits for is the one before: then scratch memory is that of two layers."""
+    stock, lily = small_models()
+    queued, waited = [], []
+    start, wait = mx.async_eval, mx.eval
+    monkeypatch.setattr(prompt, "TOKENS_AHEAD", 5)
+    monkeypatch.setattr(mx, "async_eval", lambda x: (queued.append(x), start(x)))
+    monkeypatch.setattr(mx, "eval", lambda *x: (waited.extend(x), wait(*x)))
+    theirs, ours = make_prompt_cache(stock), make_prompt_cache(lily)
+    found = run(lily, CHUNKS[:2], ours)
+    layers = len(lily.layers)
+    assert [id(x) for x in waited] == [id(x) for x in queued[:-1]]
+    assert len(queued) == layers > 1
+    assert_close(found, run(stock, CHUNKS[:2], theirs))
+
+
+@pytest.mark.usefixtures("compiled_ops")
+def test_a_chunk_inside_a_transformation(monkeypatch):
+    stock, lily = small_models()
+    monkeypatch.setattr(prompt, "TOKENS_AHEAD", 5)
+    run(lily, CHUNKS[:1], make_prompt_cache(lily))
+    compiled = mx.compile(lambda chunk: lily(chunk, cache=make_prompt_cache(lily)))
+    assert_close(compiled(CHUNKS[1]), run(stock, CHUNKS[1:2], make_prompt_cache(stock)))
