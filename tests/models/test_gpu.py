@@ -1,0 +1,97 @@
+"""The tiny checkpoint on a GPU, at lengths that only a GPU gets through in a test: against stock beside it.
+
+Skipped where MLX has no GPU. What the host back-end can show of the same is in test_host_model and
+test_small_model.
+"""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from bench.ab import copy_of, random_cache
+from bench.gate import MAX_RELATIVE_ERROR, agreement
+from lily_mlx.counters import counts
+from lily_mlx.step import CAPACITY_STEP
+from tests.conftest import DATA
+
+pytestmark = pytest.mark.skipif(
+    not (mx.metal.is_available() or mx.cuda.is_available()), reason="MLX has no GPU here"
+)
+ULP = 2.0**-7
+"""Of bfloat16, relative: the spacing of the numbers just above a power of two."""
+
+
+@pytest.fixture
+def prompt(stock):
+    text = (DATA / "heldout.txt").read_text()
+    return mx.array(stock[1].encode(text)[:64])[None]
+
+
+def greedy(model, prompt, count):
+    """Tokens and the logits [count, V] that each was chosen from."""
+    cache = make_prompt_cache(model)
+    logits = model(prompt, cache=cache)[:, -1:]
+    tokens, rows = [], []
+    for _ in range(count):
+        token = logits.argmax(-1)
+        tokens.append(int(token))
+        rows.append(logits[0, 0])
+        logits = model(token, cache=cache)
+    return tokens, mx.stack(rows).astype(mx.float32)
+
+
+def test_256_greedy_tokens_are_stocks_or_part_at_a_tie(stock, lily, prompt):
+    (theirs, logits), (ours, _) = (greedy(model, prompt, 256) for model in (stock[0], lily[0]))
+    first = next((i for i, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1]), None)
+    if first is not None:
+        best, second = (logits[first, token].item() for token in (theirs[first], ours[first]))
+        print(f"token {first}: stock's logit of its own choice is {best}, of Lily's {second}")
+        assert best - second <= ULP * abs(best)
+
+
+@pytest.mark.parametrize(
+    "context", [1, 31, 32, 33, *range(1020, 1031), *range(4095, 4098), 8191, 16384, 32769]
+)
+def test_a_step_at_a_context_is_stocks(stock, lily, context):
+    cache = random_cache(stock[0], context, seed=context)
+    token = mx.array([[7]])
+    theirs, ours = (model(token, cache=copy_of(cache))[0] for model in (stock[0], lily[0]))
+    assert agreement(theirs, ours).relative_error < MAX_RELATIVE_ERROR
+
+
+def test_memory_stays_over_2000_steps(lily, prompt):
+    """No step copies a cache or keeps what the one before needed: between growths of the KV cache, flat."""
+    model = lily[0]
+    cache = make_prompt_cache(model)
+    token = model(prompt, cache=cache)[:, -1:].argmax(-1)
+    peaks = {}
+    for step in range(2000):
+        last, token = token, model(token, cache=cache)[:, -1:].argmax(-1)
+        mx.async_eval(token)  # one step ahead, as the generation loop
+        last.item()
+        if step % 100 == 50:
+            capacity = next(c.keys.shape[2] for c in cache if isinstance(c, KVCache))
+            if step > 100:
+                peaks.setdefault(capacity, []).append(mx.get_peak_memory())
+            mx.reset_peak_memory()
+    assert len(peaks) > 1
+    rows = sum(2 * 2 * c.keys.nbytes // c.keys.shape[2] for c in cache if isinstance(c, KVCache))
+    flat = [values[1:] for values in peaks.values() if len(values) > 3]  # the first window holds the growth
+    assert all(max(values) <= 1.01 * min(values) for values in flat)
+    assert max(flat[-1]) - max(flat[0]) <= 1.1 * rows * CAPACITY_STEP * (len(flat) - 1)
+
+
+def test_a_long_prompt_in_chunks_is_stocks(stock, lily):
+    """Chunks of one size are compiled from the second on, and queued a few layers ahead of the GPU."""
+    text = stock[1].encode((DATA / "heldout.txt").read_text())
+    tokens = mx.array((text * (8192 // len(text) + 1))[:8192])[None]
+    counts.clear()
+    last = []
+    for model in (stock[0], lily[0]):
+        cache = make_prompt_cache(model)
+        for start in range(0, 8192, 2048):
+            logits = model(tokens[:, start : start + 2048], cache=cache)[0]
+            mx.eval(logits, [c.state for c in cache])
+        last.append(logits)
+    assert counts["op.expert_gemm_gate_up"] == 4 * len(lily[0].layers)
+    assert agreement(*last).relative_error < MAX_RELATIVE_ERROR
