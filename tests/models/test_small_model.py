@@ -3,6 +3,8 @@
 In float32, where stock and Lily differ by rounding alone, so that a wrong kernel shows whatever the length.
 """
 
+import gc
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -141,16 +143,50 @@ def test_the_default_prefill_step_engages_the_kernels_to_the_last_chunk(models):
     assert int(token) == int(stock(tokens)[0, -1].argmax())
 
 
-def test_peak_memory_grows_with_the_prompt_no_faster_than_stocks(models):
-    """Between lengths at which attention over the cache is what takes most in both."""
+def cache_of(model, context):
+    """A prompt's cache after ``context`` tokens: keys and values at random, states after four tokens."""
+    cache = make_prompt_cache(model)
+    model(tokens_of(4), cache=cache)
+    for entry in cache:
+        if isinstance(entry, KVCache):
+            _, heads, _, size = entry.keys.shape
+            entry.keys = entry.values = None
+            entry.offset = 0
+            shape = (2, 1, heads, context, size)
+            entry.update_and_fetch(*mx.random.normal(shape, key=mx.random.key(context)))
+    mx.eval([entry.state for entry in cache])
+    return cache
 
-    def peak(model, length):
-        cache = make_prompt_cache(model)
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        forced(model, tokens_of(length), chunks(length, 256), cache)
-        return mx.get_peak_memory() - before
 
-    stock, lily = ([peak(model, length) for length in (1024, 2048)] for model in models)
+def memory_of_two_chunks(model, context):
+    """Bytes that two chunks of 64 tokens after ``context`` others take at most, and keep."""
+    cache, tokens = cache_of(model, context), tokens_of(128)
+    mx.eval(tokens, model.parameters())
+    gc.collect()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for chunk in mx.split(tokens, 2, axis=1):
+        mx.eval(model(chunk, cache=cache), [entry.state for entry in cache])
+    return mx.get_peak_memory() - before, mx.get_active_memory() - before
+
+
+@pytest.fixture
+def evaluation_in_step():
+    """Over its limit of memory MLX waits before it starts an op, so that a peak does not depend on timing."""
+    before = mx.set_memory_limit(1)
+    yield
+    mx.set_memory_limit(before)
+
+
+@pytest.mark.usefixtures("evaluation_in_step")
+def test_peak_memory_grows_with_the_context_no_faster_than_stocks(models):
+    """Between contexts at which keys, values and scores are what takes most in both."""
+    contexts = (2048, 4096)
+    (stock, stock_keeps), (lily, lily_keeps) = (
+        zip(*(memory_of_two_chunks(model, context) for context in contexts), strict=True) for model in models
+    )
+    keys_and_values = 2 * 2 * 64 * 4 * (4096 - 2048)
+    assert stock[1] - stock[0] > 0.9 * keys_and_values, "what is measured grows with the context"
     assert lily[1] - lily[0] < 1.1 * (stock[1] - stock[0])
+    assert lily[1] < 1.1 * stock[1]
+    assert max(lily_keeps) < 1.1 * min(stock_keeps)  # of a chunk's scratch nothing stays
