@@ -75,9 +75,6 @@ NOT_REPORTED = {
     "a sum of unsigned that wraps": "uint k = 4294967290u + i;\nout[i] = x[k % 64];",
     "a large stride that wraps": "uint stride = 1u << 25, k = i * stride * 4;\nout[i] = x[k % 64];",
     "a stride like a random generator's": "uint n = 151669, k = i * 65000 * n;\nout[i] = x[k % 64];",
-    "an operation in different turns of a loop": (
-        "float s = 0;\nfor (uint k = 0; k < 2; ++k) if (k == i % 2) s = simd_sum(x[i]);\nout[i] = s;"
-    ),
     "a wrong index inside a buffer": "out[i] = x[i == 7 ? 8 : i];",
 }
 

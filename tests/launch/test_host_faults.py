@@ -518,6 +518,35 @@ def test_divergent_operator(call, schedule):
     launch(INDEX + meeting, header=OPERATORS, schedule=schedule)
 
 
+# The first lane or thread of two does what the others do a turn later.
+TURNS = [
+    "for (uint k = 0; k < 2; ++k)\n  if (k == i % 2) { MEET }",
+    "uint k = 0;\nwhile (k < 2)\n  if (k++ == i % 2) { MEET }",
+    "uint k = 0;\ndo {\n  if (k == i % 2) { MEET }\n} while (++k < 2);",
+    "#pragma unroll\nfor (uint k = 0; k < 3; ++k) {\n  if (k == 2 * (i % 2)) continue;\n  MEET\n}",
+    "for (uint k = 0; k < 2; ++k) {\n  for (uint j = 0; j < 2; ++j) if (k == i % 2 && j == 1) { MEET }\n}",
+]
+
+
+@pytest.mark.parametrize("schedule", ["fifo", "lifo", "random:3"])
+@pytest.mark.parametrize("loop", TURNS)
+@pytest.mark.parametrize(
+    ("meet", "error"),
+    [
+        ("s += simd_sum(x[i]);", host.DivergentSimd),
+        ("s += total(x[i]);", host.DivergentSimd),
+        ("threadgroup_barrier(mem_flags::mem_none);", host.BarrierMismatch),
+    ],
+)
+def test_lanes_in_different_turns_of_a_loop(meet, error, loop, schedule):
+    body = f"{INDEX}T s = 0;\n{loop.replace('MEET', meet)}\nout[i] = s;"
+    if error is host.BarrierMismatch:  # whole simdgroups, so that lanes are not divergent
+        body = body.replace("i % 2", "(i / 32 % 2)")
+    caught = fails(error, body, header=HELPER, threadgroup=64, schedule=schedule)
+    assert "another turn" in str(caught)
+    assert caught.file == ("planted.h" if "total" in meet else "planted.metal")
+
+
 @pytest.mark.parametrize("schedule", ["fifo", "lifo", "random:3"])
 @pytest.mark.parametrize("call", ["sum.of(x[i])", "meet(a, x[i])"])
 def test_divergent_barrier_of_a_helper(call, schedule):
@@ -544,6 +573,12 @@ for (uint k = 0; k < 5; ++k) {
   meet(a + 8, s);
 }
 for (uint k = 0; k < i / 32 + 2; ++k) s = deeper(s) / 128;
+for (uint k = i / 32; k < 4; k += 2) {
+  for (uint j = i; j < 64; j += 7) s += 1;
+  if (i < 32) for (uint j = 0; j < 2; ++j) s = total(s) / 64;
+  else do s = total(s) / 64; while (simd_max(s) > 2);
+  if (simd_any(s > 1e9f)) break;
+}
 if (lane > 20) { out[i] = 1; return; }
 out[i] = total(s) + a[3] * 0;"""
     launch(INDEX + body, header=HELPER, threadgroup=64, schedule=schedule)

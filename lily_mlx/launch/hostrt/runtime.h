@@ -50,6 +50,7 @@ struct ThreadInfo {
   u32 thread_index_in_threadgroup;
   u32 thread_index_in_simdgroup;
   u32 simdgroup_index_in_threadgroup;
+  u64 turns;  // of the loops that the thread is in: see Loop
 };
 
 // The same for every thread of a threadgroup. `threads_per_threadgroup` is smaller at the grid's edge;
@@ -101,6 +102,37 @@ extern "C" __attribute__((visibility("hidden"))) const Host* lily_host;
 LILY_RT_INLINE const ThreadInfo& thread() { return **lily_host->current; }
 LILY_RT_INLINE const GroupInfo& group() { return *lily_host->group; }
 LILY_RT_INLINE u32 lane() { return thread().thread_index_in_simdgroup; }
+
+// The rewriter puts LILY_RT_LOOP before each loop that may reach a collective, and LILY_RT_TURN before its body, so
+// that lanes in different turns can be told apart: a thread's `turns` are a hash of the turn of every such loop
+// that it is in, through calls too. Only in the checked build.
+// Literal, for functions that are constexpr only in name: a collective is never evaluated by the compiler.
+struct Loop {
+  u64* mine = __builtin_is_constant_evaluated() ? nullptr : &(*lily_host->current)->turns;
+  u64 outer = mine ? *mine : 0, turn = 0;
+  bool entered = false;
+
+  LILY_RT_INLINE constexpr Loop() {}
+  LILY_RT_INLINE constexpr ~Loop() {
+    if (mine) *mine = outer;
+  }
+  LILY_RT_INLINE constexpr bool enter() {
+    bool first = !entered;
+    entered = true;
+    return first;
+  }
+  LILY_RT_INLINE __attribute__((no_sanitize("integer"))) constexpr bool next() {
+    if (mine) *mine = (outer + ++turn) * 0x9E3779B97F4A7C15u;
+    return false;
+  }
+};
+#if defined(LILY_RT_CHECKED)
+#define LILY_RT_LOOP for (::lily::rt::Loop lily_loop; lily_loop.enter();)
+#define LILY_RT_TURN if (lily_loop.next()) {} else
+#else
+#define LILY_RT_LOOP
+#define LILY_RT_TURN
+#endif
 
 // Ends the launch with a report at this line of the current thread's kernel code; 0: the line that it is in.
 [[noreturn]] LILY_RT_INLINE void fault(Kind kind, int line, const char* message) {

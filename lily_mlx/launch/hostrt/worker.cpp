@@ -267,6 +267,23 @@ void report_thread() {
   report->threadgroup_position_in_grid = group_info.threadgroup_position_in_grid;
 }
 
+// Whether the instruction before an address of the kernel's code is a call, so that it may be a return address:
+// a pointer to a function follows the last instruction of the function before.
+bool follows_call(const char* at) {
+  if (at < kernel->code_begin + 7 || at >= kernel->code_end) return false;
+  auto code = reinterpret_cast<const u8*>(at);
+#if defined(__aarch64__)
+  u32 instruction;
+  memcpy(&instruction, code - 4, sizeof instruction);
+  return instruction >> 26 == 0x25 || (instruction & 0xFFFFFC1F) == 0xD63F0000;  // bl, blr
+#else
+  if (code[-5] == 0xE8) return true;
+  for (int bytes = 2; bytes <= 7; ++bytes)  // call *register, or *memory with no, a short or a long offset
+    if (code[-bytes] == 0xFF && (code[1 - bytes] >> 3 & 7) == 2) return true;
+  return false;
+#endif
+}
+
 // Where in the kernel's source a fiber is whose stack is in use from sp on: the innermost word that could be
 // a return address into the kernel, and with `line` given, the innermost on that line.
 Location locate_on_stack(u32 fiber, const void* sp, int line) {
@@ -277,6 +294,7 @@ Location locate_on_stack(u32 fiber, const void* sp, int line) {
   for (; at + sizeof(void*) <= top; at += sizeof(void*)) {
     const char* word;
     memcpy(&word, at, sizeof word);
+    if (!follows_call(word)) continue;
     Location location = locate(*kernel, word - 1);
     if (location.line && (!line || location.line == line)) return location;
     if (location.line && !first.line) first = location;
@@ -495,6 +513,9 @@ const void* collective(Op op, int line, const void* mine, size bytes, Combine co
     if (!same_calls(fibers[index], fibers[index - lane + first], from))
       fail_call(Kind::divergent_simd, from, "%s of line %d in divergent code: lane %u calls it here, lane %u", op, line,
                 lane, first);
+    if (fibers[index].info.turns != fibers[index - lane + first].info.turns)
+      fail(Kind::divergent_simd, line, -1, "%s in divergent code: lane %u is in another turn of a loop than lane %u", op,
+           lane, first);
   }
   u8* table = g.tables[g.phase];
   switch (bytes) {  // constant sizes become single moves
@@ -532,6 +553,9 @@ void barrier(int line) {
   if (request->check && waiting_threads && !same_calls(fibers[index], fibers[barrier_thread], from))
     fail_call(Kind::barrier_mismatch, from, "%s of line %d: thread %u of the threadgroup calls it here, thread %u",
               "threadgroup_barrier", line, index, barrier_thread);
+  if (request->check && waiting_threads && fibers[index].info.turns != fibers[barrier_thread].info.turns)
+    fail(Kind::barrier_mismatch, line, -1, "thread %u of the threadgroup is in another turn of a loop than thread %u",
+         index, barrier_thread);
   if (!waiting_threads++) barrier_line = line, barrier_thread = index;
   g.at_barrier |= 1u << lane;
   if (is_complete(g)) complete_collective(g, pending_combine[index / simd_width]);
@@ -624,7 +648,7 @@ void run_threadgroup(Vec3 position) {
       for (u32 x = 0; x < extent.x; ++x, ++index) {
         Fiber& fiber = fibers[index];
         fiber.info = {{origin.x + x, origin.y + y, origin.z + z}, {x, y, z}, index, index % simd_width,
-                      index / simd_width};
+                      index / simd_width, 0};
         fiber.returned = false;
         if (!fiber.started) start_fiber(index);
         // What an earlier thread left on the stack is as unknown as any memory.

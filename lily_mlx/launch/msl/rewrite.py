@@ -7,8 +7,8 @@ information and ``__builtin_LINE`` name lines of the Metal source:
   becomes a constant whose value :func:`function_constants` sets;
 - address spaces go in host mode and become real types in strict mode;
 - ``threadgroup T x[n];`` becomes a static in the section that the runtime poisons;
-- in host mode, functions that may reach a simd operation or a barrier are marked, for the runtime to tell
-  calls apart;
+- in host mode, functions that may reach a simd operation or a barrier are marked, and their loops that do,
+  for the runtime to tell calls and turns apart;
 - of definitions that differ only in address spaces the first is kept: the others would be redefinitions;
 - ``static_cast<T>(x)`` and ``T(x)`` become calls that know the conversions between half and bfloat;
 - swizzles become member calls, literals such as ``1.0h`` become constructor calls.
@@ -166,7 +166,7 @@ class _Code:
         # The other bracket of a pair; without one the last token, for a closing bracket itself.
         self.match = [
             i if t.text in (")", "]", "}") else len(self.tokens) - 1 for i, t in enumerate(self.tokens)
-        ]
+        ] + [len(self.tokens) - 1] * 8
         self._pair_brackets()
 
     def __len__(self) -> int:
@@ -260,6 +260,23 @@ class _Code:
                 return i
         return i
 
+    def statement_end(self, i: int) -> int:
+        """Position of the last token of the statement that starts at i."""
+        while i < len(self) and self.tokens[i].directive:
+            i += 1
+        text = self.words[i]
+        if text == "{":
+            return self.match[i]
+        if text == "do":
+            return self.match[self.statement_end(i + 1) + 2] + 1
+        if text in ("for", "while", "switch", "if"):
+            opening = i + 2 if self.words[i + 1] == "constexpr" else i + 1
+            end = self.statement_end(self.match[opening] + 1)
+            return self.statement_end(end + 2) if text == "if" and self.words[end + 1] == "else" else end
+        while i < len(self) and self.words[i] not in (";", "}"):
+            i = self.match[i] + 1 if self.words[i] in _CLOSING else i + 1
+        return i
+
     def operand_end(self, i: int) -> int:
         """Position of what ends the operand of a conditional operator that starts at i."""
         nested = 0
@@ -340,7 +357,8 @@ def _mark_calls(tokens: list[_Token]) -> None:
     A call of an operator has no name: what mentions the class that it belongs to, or works on, may call it.
     """
     code = _Code(tokens)
-    functions: list[tuple[int, set[str], set[str]]] = []  # where it starts, its names, the names that it uses
+    # Where it starts, its body, its names, the names that it uses.
+    functions: list[tuple[int, range, set[str], set[str]]] = []
     reaching: set[str] = set()
     for declaration in _declarations(code):
         start = declaration.first
@@ -351,18 +369,39 @@ def _mark_calls(tokens: list[_Token]) -> None:
         signature = code.words[start : declaration.end]
         body = code.words[declaration.end : declaration.last]
         names = {name} if name != "operator" else _classes_of_operator(code, declaration, start)
-        functions.append((start, names, {*signature, *body}))
+        functions.append((start, range(declaration.end, declaration.last), names, {*signature, *body}))
         if any(_COLLECTIVE.fullmatch(word) for word in body) or ".run(" in "".join(body):
             reaching |= names
     count = -1
     while count != len(reaching):
         count = len(reaching)
-        for _, names, used in functions:
+        for _, _, names, used in functions:
             if used & reaching:
                 reaching |= names
-    for start, names, _ in functions:
+    for start, inside, names, _ in functions:
         if names & reaching:
             code.tokens[start].before += "LILY_RT_CALLS "
+            _mark_loops(code, inside, reaching)
+
+
+def _mark_loops(code: _Code, body: range, reaching: set[str]) -> None:
+    """Mark the loops of a function that may reach a collective, and where a turn of them begins."""
+    tails: set[int] = set()  # each `while` behind a `do`
+    for i in body:
+        if code.words[i] not in ("for", "while", "do") or code.tokens[i].directive or i in tails:
+            continue
+        end = code.statement_end(i)
+        if code.words[i] == "do":
+            first = i + 1
+            tails.add(code.statement_end(first) + 1)
+        else:
+            first = code.match[i + 1] + 1
+        while first < end and code.tokens[first].directive:
+            first += 1
+        used = code.words[i : end + 1]
+        if first < end and any(w in reaching or _COLLECTIVE.fullmatch(w) for w in used):
+            code.tokens[i].before += "LILY_RT_LOOP "
+            code.tokens[first].before = f"LILY_RT_TURN {code.tokens[first].before}"
 
 
 def _classes_of_operator(code: _Code, declaration: _Declaration, start: int) -> set[str]:
@@ -684,7 +723,7 @@ def _rewrite_words(tokens: list[_Token], mode: Mode) -> None:
             continue
         elif word in SPACES:
             token.text = _address_space(code, i, mode)
-        elif word in ("kernel", "coherent"):
+        elif word in ("kernel", "vertex", "fragment", "coherent"):
             token.text = ""
         elif word == "static_cast" and after == "<":
             token.text = "lily::cast"
