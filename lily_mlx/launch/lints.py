@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from .msl import INCLUDE_DIR
+
 SPACES = frozenset({"device", "constant", "threadgroup", "thread"})
 MAX_THREADS = 1024
 
@@ -37,6 +39,7 @@ RULES = {
     "inline-asm": "there is no inline assembly",
     "kernel-call": "a kernel is not called",
     "kernel-return": "a kernel returns void",
+    "keyword": "a word of the language is no name",
     "lambda": "lambdas need Metal 3.2",
     "literal": "a literal has one of Metal's suffixes",
     "long-long": "there is no long long; long has 64 bits",
@@ -120,7 +123,8 @@ _TOKEN = re.compile(
 )
 LINE_MARK = re.compile(r'[ \t]*#[ \t]*(?:line[ \t]+)?(\d+)(?:[ \t]+"([^"]*)")?')
 INCLUDE_PRAGMA = "#pragma lily_include "
-"""What stands for ``#include <...>`` in preprocessed source, which the headers are not in."""
+"""What stands for ``#include <...>`` in preprocessed source, which the headers are not in, and for a
+quoted one that finds no file."""
 
 _CLOSING = {"(": ")", "[": "]", "{": "}", "[[": "]]"}
 
@@ -388,6 +392,10 @@ _BANNED = {
     "wchar_t": ("type", "'wchar_t' is not supported in Metal"),
 }
 
+# Words that C++ takes for names; those of _FUNCTION_WORDS only stand before a function at namespace scope.
+_FUNCTION_WORDS = frozenset({"kernel", "vertex", "fragment"})
+_KEYWORDS = SPACES | _FUNCTION_WORDS | {"half", "bfloat"}
+
 # Functions of a simdgroup or quadgroup that take one argument, or two.
 _GROUP_FUNCTION = re.compile(
     r"(?:simd|quad)_(?:(shuffle(?:_xor|(?:_rotate)?_(?:up|down))?|broadcast)|broadcast_first|sum|product|min|max|and"
@@ -451,6 +459,24 @@ _NEWER_HEADERS: dict[str, Version] = {
     "metal_tensor": (4, 0),
     "metal_cooperative_tensor": (4, 0),
 }
+# Apple's headers, besides those that the stand-ins of msl have: sources that include them are only linted.
+_OTHER_HEADERS = frozenset(
+    {
+        "metal_command_buffer",
+        "metal_curves",
+        "metal_function_pointers",
+        "metal_graphics",
+        "metal_imageblocks",
+        "metal_interpolate",
+        "metal_mesh",
+        "metal_raytracing",
+        "metal_tessellation",
+        "metal_visible_function_table",
+        *(f"simd/{name}.h" for name in ("simd", "types", "base", "packed", "vector", "vector_types")),
+        *(f"simd/{name}.h" for name in ("vector_make", "matrix", "matrix_types", "math", "common", "logic")),
+        *(f"simd/{name}.h" for name in ("geometry", "quaternion", "conversion", "reduce")),
+    }
+)
 _LITERAL = re.compile(
     r"(?:0[xX][\da-fA-F']+(?:\.[\da-fA-F]*)?(?:[pP][+-]?\d+)?|0[bB][01']+"
     r"|(?:\d[\d']*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?:[uU]?[lL]{0,2}|[lL]{1,2}[uU]|[fFhH]|bf|BF)"
@@ -496,14 +522,22 @@ def lint_includes(text: str, own: Iterable[str], version: Version) -> list[Diagn
     files, found = set(own), []
     for file, number, header in includes(text):
         needs = (4, 0) if header.startswith("MetalPerf") else _NEWER_HEADERS.get(header, (1, 0))
-        if file not in files:
+        if header.startswith('"'):  # of what is not there no file can be left out
+            found.append(Diagnostic(file, number, "include", f"there is no {header}"))
+        elif file not in files:
             continue
-        if not header.startswith(("metal_", "metal/", "simd/", "MetalPerformancePrimitives/")):
+        elif not is_header(header):
             found.append(Diagnostic(file, number, "include", f"<{header}> does not exist in Metal"))
         elif needs > version:
             message = f"<{header}> needs Metal {needs[0]}.{needs[1]}"
             found.append(Diagnostic(file, number, "metal-version", message))
     return found
+
+
+def is_header(name: str) -> bool:
+    """Whether ``#include <name>`` finds one of Apple's headers."""
+    name = name.removeprefix("metal/")
+    return name in _OTHER_HEADERS or (INCLUDE_DIR / name).is_file()
 
 
 def includes(text: str) -> Iterator[tuple[str, int, str]]:
@@ -530,6 +564,7 @@ Finding = tuple[int | Token, str, str]
 
 def _all(source: Source, version: Version) -> Iterator[Finding]:
     yield from _words(source, version)
+    yield from _keywords(source)
     yield from _lambdas(source, version)
     yield from _pointers(source)
     yield from _variables(source)
@@ -578,6 +613,24 @@ def _words(s: Source, version: Version) -> Iterator[Finding]:
             before = {s.word(j) for j in range(max(0, i - 4), i)}
             if "threadgroup" in before:
                 yield i, "atomic-float", "an atomic float cannot be in threadgroup memory"
+
+
+def _keywords(s: Source) -> Iterator[Finding]:
+    """Where a word of the language is declared as a name: behind a type, and before what follows a name."""
+    parameters = {j for function in s.functions for part in function.parameters for j in part}
+    for i, token in enumerate(s.tokens):
+        if token.text not in _KEYWORDS:
+            continue
+        before, after = s.word(i - 1), s.word(i + 1)
+        if token.text in _FUNCTION_WORDS:
+            in_place = s.scopes[i] == "namespace" and i not in parameters and s.kind(i + 1) == "word"
+            declared = not in_place and (s.kind(i - 1) == "word" or before in ("*", "&", ">", ","))
+            declared = declared and before not in _NOT_A_TYPE - {"enum", "namespace", "using"}
+        else:
+            declared = bool(_VALUE.fullmatch(before) or before == "auto")
+            declared = declared and after in ("=", ";", ",", ")", "[", "{", ":")
+        if declared:
+            yield i, "keyword", f"'{token.text}' is a word of the language and cannot be a name"
 
 
 def _is_real(number: str) -> bool:

@@ -10,6 +10,7 @@ Sources are checked for Metal 3.1 (macOS 14, M1), unless a comment asks for more
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import re
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,7 +100,6 @@ _FLAGS = (
     "-ffreestanding",
     "-fno-exceptions",
     "-fno-rtti",
-    "-fsyntax-only",
     "-Wno-everything",
     "-Werror=vla",
     "-Werror=return-type",
@@ -165,7 +166,7 @@ def check_text(
 
     Raises:
         BackendUnavailableError: there is no C++ compiler.
-        UsageError: an included file does not exist, or ``metal`` is not a version.
+        UsageError: ``metal`` is not a version.
     """
     version = _version(metal, text)
     inlined = f'#line 1 "{file}"\n' + _inline(text, file, [*folders, _mlx_include()], set())
@@ -186,7 +187,7 @@ def check_file(path: Path | str, *, metal: str | None = None) -> list[Diagnostic
         metal: see :func:`check_text`.
 
     Raises:
-        UsageError: the file, or one that it includes, does not exist.
+        UsageError: the file does not exist.
     """
     path = Path(path)
     if not path.is_file():
@@ -199,12 +200,25 @@ def check_file(path: Path | str, *, metal: str | None = None) -> list[Diagnostic
 def check_kernels(stems: Sequence[str] | None = None) -> list[Diagnostic]:
     """Check kernels of Lily, by default all, in every variant that their declarations name."""
     found: set[Diagnostic] = set()
-    texts: dict[str, str] = {}  # MLX writes them, which it does in one thread only
+    # By stem and what stands before the kernel functions: texts, as their functions by name. Variants have
+    # names of their own, so that one text can hold them all. MLX writes them, in one thread only.
+    sources: dict[tuple[str, str], list[dict[str, str]]] = {}
     for stem, header, body, call in _kernel_calls(stems):
         found.update(_check_threads(stem, call))
-        texts[_complete(stem, body, header, call)] = f"{stem}.signature"
+        before, mark, function = _complete(stem, body, header, call).rpartition(
+            f'#line 1 "{stem}.signature"\n'
+        )
+        name = function[: function.index("(")].split()[-1]
+        texts = sources.setdefault((stem, before), [])
+        if not any(text.setdefault(name, mark + function) == mark + function for text in texts):
+            texts.append({name: mark + function})
+    whole = [
+        ("".join([before, *functions.values()]), f"{stem}.signature")
+        for (stem, before), texts in sources.items()
+        for functions in texts
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return sorted(found.union(*pool.map(check_text, texts, texts.values())))
+        return sorted(found.union(*pool.map(check_text, *zip(*whole, strict=True))))
 
 
 def _kernel_calls(stems: Sequence[str] | None = None) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
@@ -310,12 +324,13 @@ def _inline(text: str, file: str, folders: Sequence[Path], seen: set[Path]) -> s
         if include and include[1]:
             path = next((p for folder in folders if (p := (folder / include[1]).resolve()).is_file()), None)
             if path is None:
-                raise UsageError(f"{file}:{number}: there is no {include[1]}")
-            if path not in seen:
+                lines.append(f'{INCLUDE_PRAGMA}"{include[1]}"')
+            elif path not in seen:
                 seen.add(path)
                 inner = _inline(path.read_text(encoding="utf-8"), include[1], [path.parent, *folders], seen)
                 lines.append(f'#line 1 "{include[1]}"\n{inner}')
-            lines.append(f'#line {number + 1} "{file}"')
+            if path is not None:
+                lines.append(f'#line {number + 1} "{file}"')
         elif include:
             lines.append(f"{INCLUDE_PRAGMA}{include[2]}")
         elif line.strip() == "#pragma once":
@@ -335,15 +350,46 @@ def _mlx_include() -> Path:
 # --- Compiling ----------------------------------------------------------------------------------------------
 
 
-def _run(flags: Iterable[str], text: str) -> tuple[str, str]:
-    """(output, errors) of the compiler for a C++ source."""
+def _run(flags: Iterable[str], source: Path) -> tuple[str, str]:
+    """(output, errors) of the compiler for a C++ source.
+
+    Raises:
+        RuntimeError: the compiler failed and named no error in the source.
+    """
+    command = [*find_compiler().command, "-x", "c++", *flags, str(source)]
+    environment = {name: str(source.parent) for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
+    if done.returncode and not _MESSAGE.search(done.stderr):
+        raise RuntimeError(f"the C++ compiler failed ({done.returncode}): {done.stderr.strip()}")
+    return done.stdout, done.stderr
+
+
+def _run_text(flags: Iterable[str], text: str) -> tuple[str, str]:
     with tempfile.TemporaryDirectory(prefix="lily-strict-") as folder:
         path = Path(folder) / "strict.cpp"
         path.write_text(text)
-        command = [*find_compiler().command, "-x", "c++", *flags, str(path)]
-        environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": folder, "ZIG_LOCAL_CACHE_DIR": folder}
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
-    return done.stdout, done.stderr
+        return _run(flags, path)
+
+
+_precompiling = threading.Lock()
+
+
+def _library(headers: str, version: Version) -> Path:
+    """Metal's library and the prologue as a precompiled header, which this process makes once."""
+    with _precompiling:
+        return _precompiled(headers, version)
+
+
+@functools.cache
+def _precompiled(headers: str, version: Version) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="lily-strict-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    source, target = folder / "library.h", folder / "library.pch"
+    source.write_text(headers + _PROLOGUE)
+    flags = [*_FLAGS, *_defines(version), "-I", str(INCLUDE_DIR), "-x", "c++-header", "-o", str(target)]
+    _run(flags, source)
+    return target
 
 
 def _defines(version: Version) -> list[str]:
@@ -352,7 +398,7 @@ def _defines(version: Version) -> list[str]:
 
 def _preprocess(text: str, own: set[str], version: Version) -> tuple[str, list[Diagnostic]]:
     """The text with macros expanded and conditions decided, without the headers of Metal."""
-    out, errors = _run(["-E", "-std=c++20", "-undef", "-nostdinc", "-w", *_defines(version)], text)
+    out, errors = _run_text(["-E", "-std=c++20", "-undef", "-nostdinc", "-w", *_defines(version)], text)
     return out, list(_diagnostics(errors, own))
 
 
@@ -364,7 +410,8 @@ def _compile(parsed: lints.Source, own: set[str], version: Version) -> list[Diag
     if not known or any(_NO_STAND_IN.fullmatch(token.text) for token in parsed.tokens):
         return []
     headers = "".join(f"#include <{name}>\n" for name in names if not name.startswith("simd/"))
-    _, errors = _run([*_FLAGS, *_defines(version), "-I", str(INCLUDE_DIR)], headers + _PROLOGUE + translated)
+    library = ["-include-pch", str(_library(headers, version))]
+    _, errors = _run_text([*_FLAGS, *_defines(version), "-fsyntax-only", *library], translated)
     qualified_this = re.search(r"\)\s*(?:const\s+)?(?:device|constant|threadgroup)\b", parsed.text)
     # The classes of the translation are no constants: of them nothing can be said.
     constants = lints.plain_constants(parsed)
@@ -433,6 +480,8 @@ def _rule(message: str, notes: Sequence[re.Match[str]]) -> tuple[str, str]:
         size = re.search(r"'(\d+) <= 32768'", " ".join(details))
         amount = f"{size[1]} bytes" if size else "more than 32,768 bytes"
         return "threadgroup-memory", f"the kernel's threadgroup variables take {amount}; the limit is 32,768"
+    if assertion := re.search("lily type: (.*)", message):
+        return "type", assertion[1]
     if assertion := re.search(r"lily ([\w-]+)\W*$", message):
         return _ASSERTIONS[assertion[1]]
     plain = _plain(message)

@@ -373,3 +373,16 @@ kernel void nested_braces(BUFFERS) {
   row = pairs.row;
   y[i] = pairs.both[1].a + row.r[1];
 }
+
+// Stages of a render pipeline beside kernels, and what is called almost like them.
+struct Corner {
+  float4 position [[position]];
+  float2 uv;
+};
+vertex Corner corner(uint id [[vertex_id]], device const float4* places [[buffer(0)]]) {
+  return Corner{places[id], places[id].xy};
+}
+[[host_name("pixel")]] fragment float4 pixel(Corner in [[stage_in]]) {
+  float vertex_weight = 0.5f, fragments = 1;
+  return float4(in.uv * vertex_weight, fragments, half(1));
+}

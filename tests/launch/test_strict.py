@@ -1,7 +1,6 @@
 """The strict pass against planted errors and against kernels that Apple's compiler accepts."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
@@ -33,16 +32,9 @@ def test_the_corpus_is_large_and_covers_every_rule():
     assert {rule for path in CORPUS for _, rule in planted(path)} == set(strict.RULES)
 
 
-@pytest.fixture(scope="module")
-def reports():
-    """What the pass says about each file. Compilers are processes, so threads run them at once."""
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(CORPUS, pool.map(strict.check_file, CORPUS), strict=True))
-
-
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
-def test_a_planted_error_is_reported_where_it_is_and_nothing_else(path, reports):
-    found = reports[path]
+def test_a_planted_error_is_reported_where_it_is_and_nothing_else(path):
+    found = strict.check_file(path)
     assert [(d.line, d.rule) for d in found] == planted(path), found
     assert {d.file for d in found} == {str(path)}
 
@@ -194,8 +186,8 @@ template <typename T, int ROWS>
   uint32_t word = *(device const uint32_t*)words;
   const ulong wide = 0xFFul + sizes.count() + word;
   atomic_fetch_add_explicit(counter, uint(wide), memory_order_relaxed);
-  simdgroup_matrix<float, 8, 8> fragment = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-  simdgroup_store(fragment, rows, 8);
+  simdgroup_matrix<float, 8, 8> block = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  simdgroup_store(block, rows, 8);
   float4 v = float4(float2(parts[0], sums[1]), simd_sum(other[0]), power<3>(2.0f));
   v.xy = v.zw * total(v.xy);
   y[position.x] = T(v.x) + T(has_mask && mask[lane] ? 1 : 0);
@@ -420,6 +412,31 @@ def test_the_command_checks_folders(tmp_path):
     assert strict.main_check([str(tmp_path)]) == 1
 
 
-def test_a_missing_include_is_a_usage_error():
-    with pytest.raises(strict.UsageError, match=r"there is no absent\.h"):
-        strict.check_text('#include "absent.h"\n', "a.metal")
+def test_a_missing_include_is_an_error_of_its_line():
+    (found,) = strict.check_text('#include <metal_stdlib>\n#include "absent.h"\n', "a.metal")
+    assert str(found) == 'a.metal:2: include: there is no "absent.h"'
+    assert strict.check_text('#if 0\n#include "absent.h"\n#endif\n', "a.metal") == []
+
+
+def test_a_compiler_that_fails_is_not_taken_for_a_source_that_passes(monkeypatch):
+    monkeypatch.setattr(strict, "_FLAGS", ("--no-such-flag",))
+    with pytest.raises(RuntimeError, match="compiler failed"):
+        strict.check_text("kernel void k() {}\n", "a.metal", metal="3.9")
+
+
+@pytest.mark.parametrize(("variants", "lines"), [("a", []), ("ab", [3]), ("ac", [3]), ("ba", [3])])
+def test_variants_are_checked_together_and_none_is_lost(variants, lines, monkeypatch):
+    """Of c MLX makes a function with a's name and another signature: few elements are in constant memory."""
+    kinds = {"a": (mx.float32, 8), "b": (mx.float16, 8), "c": (mx.float32, 4)}
+    header = "template <typename T, typename P>\nT first(P p) {\n  return p[0] + T::absent;\n}\n"
+    header += "template <>\ninline float first(const device float* p) { return p[0]; }\n"
+    call = {"input_names": ["x"], "output_names": ["y"]}
+    call |= {"output_shapes": [(8,)], "output_dtypes": [mx.float32]}
+
+    def calls(_):
+        for kind, size in map(kinds.get, variants):
+            given = {"inputs": [mx.zeros((size,), kind)], "template": [("T", kind)]}
+            yield "k", header, "y[0] = first<T>(x);", call | given
+
+    monkeypatch.setattr(strict, "_kernel_calls", calls)
+    assert [(d.file, d.line) for d in strict.check_kernels()] == [("k.h", line) for line in lines]

@@ -8,6 +8,8 @@ namespace metal {
 
 template <typename T, int Cols, int Rows = Cols>
 struct matrix {
+  static_assert(Cols >= 2 && Cols <= 4 && Rows >= 2 && Rows <= 4, "lily type: a matrix has 2 to 4 rows and columns");
+  static_assert(lily::is_real<T>, "lily type: the elements of a matrix are reals");
   vec<T, Rows> columns[Cols];
 
   constexpr matrix() = default;

@@ -105,6 +105,11 @@ struct packed_storage<T, 4> {
 
 } // namespace lily
 
+// Metal has 2 to 4 elements; the compiler's own vectors, which MLX's headers use behind its back, 8 and 16 too.
+#define LILY_CHECK_VECTOR(T, N) \
+  static_assert((N >= 1 && N <= 4) || N == 8 || N == 16, "lily type: a vector has 2, 3 or 4 elements"); \
+  static_assert(lily::is_scalar<T>, "lily type: the elements of a vector are integers, bool or reals");
+
 namespace metal {
 template <typename T, int N>
 struct vec;
@@ -362,6 +367,7 @@ namespace metal {
 
 template <typename T, int N>
 struct vec : lily::storage<T, N> {
+  LILY_CHECK_VECTOR(T, N)
   using value_type = T;
   static constexpr int size = N;
   LILY_VECTOR_CONSTRUCTORS(vec)
@@ -381,6 +387,7 @@ struct vec : lily::storage<T, N> {
 
 template <typename T, int N>
 struct packed_vec : lily::packed_storage<T, N> {
+  LILY_CHECK_VECTOR(T, N)
   using value_type = T;
   LILY_VECTOR_CONSTRUCTORS(packed_vec)
   constexpr packed_vec(vec<T, N> from) {
