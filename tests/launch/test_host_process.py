@@ -215,11 +215,11 @@ def cpu_seconds(process_id):
 
 
 def test_simd_reductions_per_second():
-    """A floor for the scheduler: half of the 1 M simdgroup reductions that one core is to do in a second.
+    """One core does a million simdgroup reductions a second.
 
-    It counts the worker's own time, for other processes may want the core too.
+    Of several rounds the best counts, and of each the worker's own time: other processes may want the core too.
     """
-    n, groups, launches = 400, 256, 8
+    n, groups, launches, rounds = 400, 256, 4, 5
     kernel = host.metal_kernel(
         "speed",
         ["a"],
@@ -240,9 +240,12 @@ def test_simd_reductions_per_second():
 
     launch()
     worker = process.thread_worker().process_id
-    start = cpu_seconds(worker)
-    for _ in range(launches):
-        launch()
-    rate = n * groups * launches / (cpu_seconds(worker) - start)
+    times = []
+    for _ in range(rounds):
+        start = cpu_seconds(worker)
+        for _ in range(launches):
+            launch()
+        times.append(cpu_seconds(worker) - start)
+    rate = n * groups * launches / min(times)
     print(f"{rate / 1e6:.2f} M simdgroup reductions/s")
-    assert rate > 0.5e6
+    assert rate >= 1e6
