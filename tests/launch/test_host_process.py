@@ -217,7 +217,7 @@ def cpu_seconds(process_id):
 def test_simd_reductions_per_second():
     """One core does a million simdgroup reductions a second.
 
-    Of several rounds the best counts, and of each the worker's own time: other processes may want the core too.
+    Of several rounds the best counts, and of each the worker's own time: others may want the core too.
     """
     n, groups, launches, rounds = 400, 256, 4, 5
     kernel = host.metal_kernel(
