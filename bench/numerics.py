@@ -172,6 +172,7 @@ def chunks(length: int, step: int) -> list[int]:
 class _Record:
     """Figures [S, T] of every position, sequence by sequence."""
 
+    pairs: Sequence[tuple[str, str]]
     surprise: dict[str, list[np.ndarray]] = field(default_factory=dict)
     kl: dict[tuple[str, str], list[np.ndarray]] = field(default_factory=dict)
     same: dict[tuple[str, str], list[np.ndarray]] = field(default_factory=dict)
@@ -179,7 +180,7 @@ class _Record:
     def add(self, tokens: np.ndarray, logits: Mapping[str, np.ndarray]) -> None:
         for name, values in logits.items():
             self.surprise.setdefault(name, []).append(_surprise(values, tokens))
-        for pair in PAIRS:
+        for pair in self.pairs:
             if pair[0] in logits and pair[1] in logits:
                 kl, same = _divergence(logits[pair[0]], logits[pair[1]])
                 self.kl.setdefault(pair, []).append(kl)
@@ -221,15 +222,17 @@ def measure(
     passes: Mapping[str, Sequence[int]],
     parts: Sequence[slice] = (),
     advance: Advance = lambda positions: None,
+    pairs: Sequence[tuple[str, str]] = PAIRS,
 ) -> dict[str, Any]:
     """Run every engine over every sequence and compare them position by position.
 
     Args:
-        engines: by name; the names in :data:`PAIRS` are compared with one another.
+        engines: by name; the names in ``pairs`` are compared with one another.
         sequences: tokens [S, T].
         passes: lengths of the forward passes of each engine.
         parts: positions to report on their own (the turns of a chat), besides the whole.
         advance: called with the positions that an engine has done.
+        pairs: (truth, candidate) by name; those that are not among the engines are left out.
 
     Returns:
         ``perplexity`` by engine, ``distances`` (a dict each pair: :func:`compare`'s figures with the worst
@@ -238,7 +241,7 @@ def measure(
     Raises:
         LilyError: an engine's logits are not finite, which is a fault of it, not a distance.
     """
-    record = _Record()
+    record = _Record(pairs)
     for number, tokens in enumerate(sequences):
         logits = {}
         for name, run_engine in engines.items():
@@ -267,6 +270,13 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     add("--sequences", type=int, default=8, help="pieces of the text, spread over it (default: %(default)s)")
     add("--positions", type=int, default=192, help="tokens of a piece (default: %(default)s)")
     add("--prefill-step-size", type=int, default=2048, help="tokens of a prefill pass (default: %(default)s)")
+    add(
+        "--against-steps",
+        type=_steps,
+        default=(),
+        metavar="N,N",
+        help="read with these prefill steps too: each engine's divergence from itself at --prefill-step-size",
+    )
     add(
         "--mode",
         choices=("prefill", "decode"),
@@ -304,6 +314,13 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     return parser
 
 
+def _steps(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(step) for step in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of tokens, as 64,512 is") from None
+
+
 def run(args: argparse.Namespace) -> int:
     """Run ``lily-mlx bench numerics``; returns the exit status.
 
@@ -327,10 +344,16 @@ def run(args: argparse.Namespace) -> int:
 
     prefill, lengths, parts = _passes(args, sequences.shape[1])
     passes = {name: lengths if name in ("stock", "lily") else prefill for name in engines}
+    pairs = list(PAIRS)
+    for step in args.against_steps:
+        for name in ("stock", "lily"):
+            again = f"{name}, step {step}"
+            engines[again], passes[again] = engines[name], chunks(sequences.shape[1], step)
+            pairs.append((name, again))
     counts.clear()
     try:
         with _progress(sequences.size * len(engines)) as advance:
-            found = measure(engines, sequences, passes, parts, advance)
+            found = measure(engines, sequences, passes, parts, advance, pairs)
     except KeyboardInterrupt:
         print("interrupted: nothing was written")
         return 130
@@ -350,6 +373,16 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < low:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least {low}")
+    if args.against_steps and (args.turns or args.mode == "decode"):
+        raise UsageError(
+            "--against-steps compares prefills of whole pieces; leave out --turns and --mode decode"
+        )
+    for step in args.against_steps:
+        if step < 1 or step == args.prefill_step_size:
+            raise UsageError(
+                f"--against-steps has {step}; "
+                f"it must be at least 1 and not --prefill-step-size, {args.prefill_step_size}"
+            )
     if args.hf_model and args.reference:
         raise UsageError(
             "--hf-model and --reference are both given; Hugging Face's logits come from one of them"
@@ -532,6 +565,7 @@ def _settings(args: argparse.Namespace, sequences: np.ndarray, bridged: bool) ->
         "positions": sequences.shape[1],
         "mode": args.mode,
         "prefill_step_size": args.prefill_step_size,
+        "against_steps": list(args.against_steps),
         "turns": args.turns,
         "turn_tokens": args.turn_tokens if args.turns else None,
         "stock_bridged": bridged,

@@ -294,6 +294,28 @@ def test_on_the_ops_path_lily_is_stock(tmp_path, monkeypatch, capsys, mode):
     assert "1 sequences of 4 tokens from heldout.txt" in " ".join(printed.split())
 
 
+def test_steps_of_a_prefill_against_one_another(tmp_path, monkeypatch, capsys, small):
+    """Each engine against itself; stock's model here forgets, so that its result depends on the step."""
+    monkeypatch.setenv("LILY_BACKEND", "ops")
+    monkeypatch.setattr(numerics, "_load", lambda model: (small, Characters()))
+    forced, asked = numerics.teacher_forced, []
+
+    def forgetful(model, tokens, step, advance):
+        asked.append(list(step))
+        logits = forced(model, tokens, step, advance)
+        return logits + (model is small) * len(step) * (np.arange(logits.shape[-1]) == 3)
+
+    monkeypatch.setattr(numerics, "teacher_forced", forgetful)
+    words = ("--sequences", 1, "--positions", 7, "--prefill-step-size", 5, "--oracle-device", "none")
+    found = run(tmp_path, *words, "--against-steps", "2,7")
+    assert asked == [[5, 2]] * 2 + [[2, 2, 2, 1]] * 2 + [[7]] * 2
+    for step in (2, 7):
+        assert distance(found, "lily", f"lily, step {step}")["mean_kl"] < 1e-6  # rounding in another order
+        assert distance(found, "stock", f"stock, step {step}")["mean_kl"] > 1e-4
+    assert found["settings"]["against_steps"] == [2, 7]
+    assert "lily, step 2" in capsys.readouterr().out
+
+
 class Characters:
     """A tokenizer of one token a character."""
 
@@ -351,6 +373,9 @@ def test_against_stored_logits(tmp_path, reference, monkeypatch):
         (["--reference", DATA / "heldout.txt"], "not an .npz file"),
         (["--reference", DATA / "reference.npz", "--turns", 2], "leave out --text and --turns"),
         (["--reference", "a", "--hf-model", "b"], "come from one of them"),
+        (["--against-steps", "64,2048"], "--against-steps has 2048"),
+        (["--against-steps", "0"], "--against-steps has 0; it must be at least 1"),
+        (["--against-steps", "64", "--mode", "decode"], "leave out --turns and --mode decode"),
         (["--json", "absent/x.json"], "whose folder does not exist"),
     ],
 )
@@ -360,6 +385,12 @@ def test_bad_input_is_one_clear_line(words, message):
         args.run(args)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_steps_that_are_no_numbers_are_one_clear_line(capsys):
+    with pytest.raises(SystemExit):
+        arguments("--against-steps", "64,x")
+    assert "'64,x' is no list of numbers of tokens, as 64,512 is" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(mx.cuda.is_available(), reason="a CUDA device is here")
