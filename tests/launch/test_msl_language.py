@@ -50,6 +50,16 @@ def values(*expressions: str, header: str = "", dtype: mx.Dtype = mx.float32) ->
 # ---------------------------------------------------------------------------------------------- types
 
 
+def test_elements_missing_in_braces_are_zero() -> None:
+    """As MLX's random numbers have it: a uint4 of three keys."""
+    body = "uint4 k = {lane, 2, lane ^ 7};\nfloat4 v = {float2(3, 4), 5};\n"
+    body += "k_out[lane] = k.x + 10 * k.y + 100 * k.z + 1000 * k.w;\n"
+    body += "v_out[lane] = v.x + v.y + v.z + 100 * v.w;"
+    k, v = run(body, {"k_out": ((32,), mx.uint32), "v_out": ((32,), mx.float32)})
+    assert np.array_equal(k, LANES + 20 + 100 * (LANES ^ 7))
+    assert np.array_equal(v, np.full(32, 12))
+
+
 def test_halves_round_after_every_operation() -> None:
     x, y, z = (np.random.default_rng(i).normal(size=64).astype(np.float32) for i in range(3))
     arrays = {n: mx.array(v) for n, v in zip("xyz", (x, y, z), strict=True)}

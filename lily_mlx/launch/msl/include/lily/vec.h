@@ -144,6 +144,15 @@ constexpr int size_of = vector_traits<plain<T>>::size;
 template <typename T>
 constexpr int width = size_of<T> > 0 ? size_of<T> : 1;
 
+// In braces elements may be missing, which are zero, in parentheses not. C++ cannot tell the two apart here: the host
+// takes both, and the strict pass neither.
+template <int Given, int N>
+#ifdef LILY_STRICT
+constexpr bool fills = Given == N;
+#else
+constexpr bool fills = Given <= N;
+#endif
+
 // The target of `v.yx = ...`.
 template <typename T, int... I>
 struct swizzle {
@@ -347,10 +356,13 @@ struct swizzle {
     } \
   } \
   template <typename... A> \
-    requires(sizeof...(A) > 1 && (0 + ... + lily::width<A>) == N) \
+    requires(sizeof...(A) > 1 && lily::fills<(0 + ... + lily::width<A>), N>) \
   constexpr self_t(A... parts) { \
     int i = 0; \
     (append(i, parts), ...); \
+    while (i < N) { \
+      this->v[i++] = T(0); \
+    } \
   } \
   template <typename A> \
   constexpr void append(int& at, const A& part) { \
