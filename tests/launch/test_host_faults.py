@@ -782,6 +782,13 @@ def test_compile_error_names_the_line(source, header, file, line):
     assert "error:" in error.log
 
 
+@pytest.mark.parametrize("header", ["math.h", "vector", "metal_scan"])
+def test_headers_that_metal_does_not_have(header):
+    error = fails(host.CompileError, f"{INDEX}out[i] = x[i];", header=f"// One.\n#include <{header}>\n")
+    assert (error.file, error.line) == ("planted.h", 2)
+    assert f"'{header}' file not found" in str(error)
+
+
 def test_too_much_threadgroup_memory():
     source = INDEX + "threadgroup float a[8193];\na[i] = x[i];\nout[i] = a[i];"
     assert "32768" in str(fails(host.CompileError, source, threadgroup=64))

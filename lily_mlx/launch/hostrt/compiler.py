@@ -36,6 +36,7 @@ _KERNEL_FLAGS = (
     "-fPIC",
     "-fvisibility=hidden",
     "-ffreestanding",
+    "-nostdinc",  # Metal has no C or C++ library
     "-fno-exceptions",
     "-fno-rtti",
     "-fno-threadsafe-statics",
