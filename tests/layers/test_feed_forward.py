@@ -1,11 +1,11 @@
-"""One token of the mixture of experts against mlx-lm's block, whichever ops run as kernels."""
+"""The mixture of experts against mlx-lm's block: one token, whichever ops run as kernels, and many."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import pytest
 from mlx import nn
-from mlx_lm.models.qwen3_next import ModelArgs
+from mlx_lm.models.qwen3_next import ModelArgs, Qwen3NextSparseMoeBlock
 
 from lily_mlx.counters import counts
 from lily_mlx.launch import backend, source
@@ -19,11 +19,13 @@ def kernels(request, monkeypatch):
     monkeypatch.setenv("LILY_BACKEND", request.param)
 
 
-def block(*, shared_width: int = 96, shared_bits: int = 4, norm_topk_prob: bool = True) -> SparseMoeBlock:
-    """Eleven quantised experts of which seven are chosen; hidden size 64, width 96."""
+def block(
+    *, width: int = 96, shared_width: int = 96, shared_bits: int = 4, norm_topk_prob: bool = True
+) -> SparseMoeBlock:
+    """Eleven quantised experts of which seven are chosen; hidden size 64."""
     sizes = {
         "hidden_size": 64,
-        "moe_intermediate_size": 96,
+        "moe_intermediate_size": width,
         "shared_expert_intermediate_size": shared_width,
         "num_experts": 11,
         "num_experts_per_tok": 7,
@@ -81,3 +83,47 @@ def test_an_expert_layer_that_is_more_than_a_matrix():
     made = block()
     made.switch_mlp.up_proj.bias = mx.random.normal((11, 96))
     check(made, {"expert_down"})
+
+
+def loaded(load: str) -> SparseMoeBlock:
+    """A block whose router takes the same seven experts for every token, one for every token, or any."""
+    made = block(width=128, shared_width=128)
+    if favoured := {"single": 7, "skewed": 1}.get(load):
+        gate = nn.Linear(64, 11, bias=False)
+        gate.weight = mx.random.normal((11, 64)) * 0.1
+        gate.weight[:favoured, 0] = 10.0
+        made.gate = nn.QuantizedLinear.from_linear(gate, 32, 8)
+    made.eval()
+    return made
+
+
+def prompt_of(B: int, T: int) -> mx.array:
+    x = mx.random.normal((B, T, 64), key=mx.random.key(T))
+    x[..., 0] = 1.0
+    return x
+
+
+@pytest.mark.parametrize("T", [2, 63, 64, 65, 257])
+@pytest.mark.parametrize("load", ["uniform", "skewed", "single"])
+def test_many_tokens_are_stocks_block(T, load):
+    """Each expert may have some, one expert everything, four nothing."""
+    made, x = loaded(load), prompt_of(1, T)
+    chosen = mx.argpartition(made.gate(x), kth=-7, axis=-1)[..., -7:]
+    rows = sorted(((chosen == expert).sum().item() for expert in range(11)), reverse=True)
+    most = {"uniform": 1, "skewed": 1, "single": 7}[load]
+    assert load == "uniform" or rows[:most] == [T] * most
+    want = Qwen3NextSparseMoeBlock.__call__(made, x)
+    counts.clear()
+    y = made(x)
+    assert all(counts[f"op.expert_{op}"] == 1 for op in ("gemm_gate_up", "gemm_down", "combine"))
+    assert mx.abs(y - want).max().item() <= 4 * 2**-16 * mx.abs(want).max().item()
+
+
+def test_a_row_of_a_batch_has_the_same_bits_whatever_is_beside_it():
+    """Rows share experts, blocks and threadgroups, but no sum."""
+    made, x = loaded("skewed"), prompt_of(2, 33)
+    counts.clear()
+    beside = mx.concatenate([x[:1], mx.full((1, 33, 64), mx.nan)])
+    assert mx.array_equal(made(beside)[0], made(x)[0])
+    assert counts["op.expert_combine"] == 2
+    assert mx.array_equal(made(x)[1], made(mx.stack([x[1], x[0]]))[0])

@@ -57,7 +57,7 @@ def assert_close(actual, expected, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("T", [1, 2, 65])
+@pytest.mark.parametrize("T", [1, 2, 65, 257])
 def test_equals_stock(T, dtype):
     expected, actual = layers(dtype)
     x = inputs(2, T, dtype)

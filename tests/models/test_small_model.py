@@ -83,6 +83,48 @@ def test_any_chunking_gives_stocks_probabilities_and_states(models, step):
                 assert (mx.abs(a - b).max() / mx.abs(a).max()).item() < 1e-3
 
 
+def run(model, tokens, lengths):
+    """Logits [B, T, V] and what the caches hold."""
+    cache, parts = make_prompt_cache(model), []
+    for part in mx.split(tokens, np.cumsum(lengths)[:-1].tolist(), axis=1):
+        parts.append(model(part, cache=cache))
+        mx.eval(parts[-1], [entry.state for entry in cache])
+    states = [a for entry in cache for a in entry.state if isinstance(a, mx.array)]
+    return mx.concatenate(parts, axis=1), states
+
+
+def test_two_runs_are_bitwise_equal(models):
+    _, lily = models
+    tokens, lengths = tokens_of(50), [33, 14, 1, 1, 1]
+    (logits, states), (again, states_again) = (run(lily, tokens, lengths) for _ in range(2))
+    assert mx.array_equal(logits, again)
+    assert all(map(mx.array_equal, states, states_again))
+
+
+def test_batch_rows_never_see_each_other(models):
+    """A row beside either of two others, in a prompt and in decoding: the same bits. And what it is alone."""
+    _, lily = models
+    row, one, other = tokens_of(40), tokens_of(41)[:, :40], tokens_of(42)[:, :40]
+    lengths = [23, 15, 1, 1]
+    (logits, states), (again, states_again) = (
+        run(lily, mx.concatenate([row, beside]), lengths) for beside in (one, other)
+    )
+    assert mx.array_equal(logits[0], again[0])
+    assert not mx.array_equal(logits[1], again[1])
+    assert all(mx.array_equal(a[0], b[0]) for a, b in zip(states, states_again, strict=True))
+    alone, _ = run(lily, row, lengths)
+    assert mx.abs(logits[0] - alone[0]).max().item() < BOUND
+
+
+def test_prefill_then_decode_is_decoding_token_by_token(models):
+    _, lily = models
+    tokens = tokens_of(40)
+    (logits, states), (token_by_token, each) = (run(lily, tokens, n) for n in ([33, *[1] * 7], [1] * 40))
+    assert mx.abs(logits - token_by_token).max().item() < BOUND
+    for a, b in zip(states, each, strict=True):
+        assert (mx.abs(a - b).max() / mx.abs(b).max()).item() < 1e-3
+
+
 def test_decoding_across_a_full_cache_is_the_full_pass(models, monkeypatch):
     """From 1,020 to 1,030 tokens: attention's second layout and the growth of the cache at 1,024."""
     stock, lily = models

@@ -47,7 +47,7 @@ def checked_host():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("T", [1, 2, 63, 64, 65])
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 257])
 def test_tokens(backend, T):
     """Lanes left over at the end, and threadgroups with the end of one token and the start of the next."""
     check(problem(T, 40, 4), backend)

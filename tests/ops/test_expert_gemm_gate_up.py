@@ -95,7 +95,7 @@ def test_every_layout(backend, tile):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 130])
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 257])
 @pytest.mark.parametrize("load", LOADS)
 def test_lengths_and_loads(backend, T, load):
     """Blocks full and ragged, experts with nothing to do, with everything, and with most of it."""

@@ -76,7 +76,7 @@ def test_every_layout(backend, tile):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("T", [1, 2, 3, 63, 64, 65])
+@pytest.mark.parametrize("T", [1, 2, 3, 63, 64, 65, 257])
 @pytest.mark.parametrize("tile", TILES[1:3], ids=["ahead 4", "ahead 1"])
 def test_lengths(backend, T, tile):
     """Below, at and above the tokens read ahead; and the block of 64 with a remainder of either kind."""

@@ -52,7 +52,7 @@ def checked_host():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("T", [1, 2, 3, 63, 64, 65])
+@pytest.mark.parametrize("T", [1, 2, 3, 63, 64, 65, 257])
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile.values())))
 def test_every_layout_and_length(backend, tile, T):
     check(problem(6, 64, B=2, T=T, before=16, after=24), backend, tile)

@@ -67,7 +67,7 @@ def test_every_layout(backend, tile):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("T", [1, 2, 15, 63, 64, 65, 130])
+@pytest.mark.parametrize("T", [1, 2, 15, 63, 64, 65, 130, 257])
 def test_lengths_with_the_tile_of_the_table(backend, T):
     check(problem(T, 64, [24], dtype=mx.bfloat16), backend=backend)
 
