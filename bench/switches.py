@@ -67,7 +67,7 @@ def _layer_by_layer(step: type) -> Context:
 
 _MECHANISMS: dict[str, Callable[[], Context]] = {
     "expert_tiles": lambda: _fixed_tile("expert_gemm_gate_up", load=0),
-    "attention_layout": lambda: _fixed_tile("attention_decode", capacity=1),
+    "attention_layout": lambda: _fixed_tile("attention_decode", capacity=8192),
     "prompt_chunks": _whole_prompt,
     "token_on_gpu": _token_read_back,
     "prompt_step": lambda: _layer_by_layer(PromptStep),

@@ -39,10 +39,12 @@ CACHE_BYTES = 60e6  # of the GPU, about: the buffers of a chain are more than th
 # The most promising first: compiling may use up the budget.
 STEP_TILES = [(8, 16), (16, 16), (8, 8), (4, 8), (4, 16), (32, 16)]  # lanes, simdgroups
 
-# Of the first pass, TILE_FIELDS in order; of the second, columns and simdgroups.
+# In one pass, PASS_FIELDS in order. In blocks, TILE_FIELDS of the first pass, columns and simdgroups of the
+# second.
+PASS_FIELDS = ("simdgroups", "heads", "columns")
+PASS_TILES = [(12, 2, 64), (16, 2, 64), (16, 1, 128), (12, 2, 32), (8, 4, 64)]
 TILE_FIELDS = ("simdgroups", "block_rows", "threadgroups")
 ATTENTION_TILES = [(4, 0, 132), (8, 0, 132), (4, 0, 264), (8, 0, 264), (4, 0, 396), (4, 512, 0), (4, 1024, 0)]
-SHORT_TILES = [(8, 0, 1), (4, 0, 1)]  # a single pass
 COMBINE_TILES = [(1, 8), (2, 8), (1, 16)]
 
 
@@ -203,19 +205,21 @@ def attention_arms(backend: str, context: int, calls: int | None) -> Iterator[Ar
     mx.eval(want)
     tolerance = (2.0**-7,)
 
-    # One second pass with every first pass, then the other second passes with the first one.
-    pairs = [(numbers, COMBINE_TILES[0]) for numbers in ATTENTION_TILES]
+    # In one pass; one second pass with every first pass; then the other second passes with the first one.
+    pairs: list[tuple[tuple[int, int, int], tuple[int, int] | None]] = []
+    if context <= 4096:
+        pairs += [(numbers, None) for numbers in PASS_TILES]
+    pairs += [(numbers, COMBINE_TILES[0]) for numbers in ATTENTION_TILES]
     pairs += [(ATTENTION_TILES[0], combine) for combine in COMBINE_TILES[1:]]
-    if context <= 1024:
-        pairs += [(numbers, COMBINE_TILES[0]) for numbers in SHORT_TILES]
-    for numbers, (columns, simdgroups) in pairs:
-        tile = dict(zip(TILE_FIELDS, numbers, strict=True))
-        options = {
-            "tile": tile,
-            "combine_tile": {"columns": columns, "simdgroups": simdgroups},
-            "backend": backend,
-        }
-        single = attention_decode.blocks(context, Hk, Hq // Hk, DTYPE, tile) == 1
+    for numbers, combine in pairs:
+        options: dict[str, Any] = {"backend": backend}
+        name = "-".join(map(str, numbers))
+        if combine is None:
+            options["tile"] = dict(zip(PASS_FIELDS, numbers, strict=True))
+        else:
+            options["tile"] = dict(zip(TILE_FIELDS, numbers, strict=True))
+            options["combine_tile"] = dict(zip(("columns", "simdgroups"), combine, strict=True))
+            name += " + " + "-".join(map(str, combine))
 
         def errors(options=options) -> list[float]:
             got = attention_decode.attention_decode(q, keys[0], values[0], projected, position, **options)
@@ -228,8 +232,7 @@ def attention_arms(backend: str, context: int, calls: int | None) -> Iterator[Ar
                 q = out.reshape(1, Hq, 1, D)
             return q
 
-        name = "-".join(map(str, numbers)) + ("" if single else f" + {columns}-{simdgroups}")
-        dispatches = 1 if single else 2
+        dispatches = 1 if combine is None else 2
         yield Arm(name, errors, chain, (q, keys, values), calls, moved, dispatches, tolerance)
 
     gate = mx.split(projected.reshape(1, Hq, 2, D), 2, axis=2)[1].reshape(1, Hq, 1, D)
@@ -299,7 +302,8 @@ def main() -> int:
     peak = copy_bandwidth()
     mx.random.seed(1)
     print(f"{about['device']} ({about['chip']}), mlx {about['mlx']}: copy {peak / 1e9:,.0f} GB/s")
-    print("attention: " + "-".join(TILE_FIELDS) + " + columns-simdgroups of the second pass")
+    fields = "-".join(PASS_FIELDS), "-".join(TILE_FIELDS)
+    print("attention: {}, or {} + columns-simdgroups of the second pass".format(*fields))
 
     groups: list[tuple[str, int, Callable[[], Iterator[Arm]]]] = [
         ("gated_delta_step", 0, lambda: step_arms(backend, options.calls or 24)),

@@ -22,19 +22,25 @@ from typing import Any
 import mlx.core as mx
 
 from ..launch import backend as backends
-from ..launch.kernel import Buffer, Kernel, TemplateValue, Variant, declare, launch
+from ..launch.kernel import Buffer, Kernel, TemplateValue, Triple, Variant, declare, launch
 from ..tiles import choose
 from .attention_combine import attention_combine, partials_size
 from .trust import self_check
 
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 MAX_HEAD_SIZE = 256
-HEADS = 8  # query heads of a threadgroup, at most
-TILE_BYTES = 64  # rows of a tile: this by the bytes of an element
+HEADS = 8  # query heads of a threadgroup in blocks, at most
+TILE_BYTES = 64  # rows of a tile in blocks: this by the bytes of an element
+SCORES = 4096  # in one pass, of all heads of a threadgroup between two barriers
+
+
+def one_pass(tile: Mapping[str, int]) -> bool:
+    """Whether the tile is of the form in one pass: it names ``heads`` and ``columns`` of a threadgroup."""
+    return "heads" in tile
 
 
 def simdgroups(D: int, tile: Mapping[str, int]) -> int:
-    """Simdgroups of a threadgroup: the tile's, or the next more that have whole tiles of 16 columns each."""
+    """Simdgroups in blocks: the tile's, or the next more that have whole tiles of 16 columns each."""
     tiles = D // 16
     count = min(tile["simdgroups"], tiles)
     while tiles % count:
@@ -54,60 +60,88 @@ def blocks(capacity: int, Hk: int, group: int, dtype: mx.Dtype, tile: Mapping[st
     return max(1, min(tile["threadgroups"] // (Hk * -(-group // HEADS)), most))
 
 
-def _template(
+def part(D: int, group: int, tile: Mapping[str, int]) -> tuple[int, int]:
+    """Heads and columns of a threadgroup in one pass: the tile's, halved until they fit the shape."""
+    heads, columns = tile["heads"], tile["columns"]
+    while heads > group:
+        heads //= 2
+    while D % columns:
+        columns //= 2
+    return heads, columns
+
+
+def _call(
     q_dtype: mx.Dtype,
     dtype: mx.Dtype,
     Hk: int,
     group: int,
     D: int,
+    capacity: int,
     offset: int,
-    final: bool,
     tile: Mapping[str, int],
-) -> dict[str, TemplateValue]:
-    return {
+) -> tuple[dict[str, TemplateValue], Triple, Triple, int]:
+    """Template, grid and threadgroup, and the number of blocks, 0 in one pass."""
+    template: dict[str, TemplateValue] = {
         "QT": q_dtype,
         "KvT": dtype,
-        "OutT": dtype if final else mx.float32,
         "Hk": Hk,
         "GROUP": group,
         "D": D,
+    }
+    if one_pass(tile):
+        heads, columns = part(D, group, tile)
+        threads = 32 * tile["simdgroups"]
+        template |= {
+            "OutT": dtype,
+            "SIMDGROUPS": tile["simdgroups"],
+            "BLOCK_ROWS": 0,
+            "HEADS": heads,
+            "COLUMNS": columns,
+            "GATE_OFFSET": offset + D,
+            "GATE_STRIDE": 2 * D,
+        }
+        return template, (threads * Hk * -(-group // heads) * (D // columns), 1, 1), (threads, 1, 1), 0
+    threads = 32 * simdgroups(D, tile)
+    template |= {
+        "OutT": mx.float32,
         "SIMDGROUPS": simdgroups(D, tile),
         "BLOCK_ROWS": tile["block_rows"],
-        # Only the last pass reads the gate; without it, layers with other offsets share the compiled kernel.
-        "GATE_OFFSET": offset + D if final else 0,
-        "GATE_STRIDE": 2 * D if final else 0,
-        "FINAL": final,
+        # Of one pass only; so layers whose gates lie elsewhere share the compiled kernel.
+        "HEADS": 0,
+        "COLUMNS": 0,
+        "GATE_OFFSET": 0,
+        "GATE_STRIDE": 0,
     }
-
-
-def _threads(
-    Hk: int, group: int, D: int, count: int, tile: Mapping[str, int]
-) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Grid and threadgroup: x the simdgroups of each 8 query heads of a KV head, y the blocks."""
-    threads = 32 * simdgroups(D, tile)
-    return (threads * Hk * -(-group // HEADS), count, 1), (threads, 1, 1)
+    count = blocks(capacity, Hk, group, dtype, tile)
+    return template, (threads * Hk * -(-group // HEADS), count, 1), (threads, 1, 1), count
 
 
 def _threadgroup_bytes(values: Mapping[str, Any]) -> int:
     """As AttentionDecodeTile has it."""
-    size, D = values["KvT"].size, values["D"]
+    size, D, count, heads = values["KvT"].size, values["D"], values["SIMDGROUPS"], values["HEADS"]
+    if heads:
+        return 4 * (max(SCORES, count * heads * values["COLUMNS"]) + count * heads)
     rows, unit = TILE_BYTES // size, 16 // size
-    splits = 2 if values["SIMDGROUPS"] >= rows // 8 else 1
+    splits = 2 if count >= rows // 8 else 1
     left = 16 if size == 2 else 8
     memory = size * ((left + rows) * (D + unit) + 16 * (rows + unit))
     return memory + 4 * (splits * 16 * (rows + 8) + HEADS)
 
 
-_TILE = {"simdgroups": 4, "block_rows": 0, "threadgroups": 132}
+_BLOCKS = {"simdgroups": 4, "block_rows": 0, "threadgroups": 132}
+_ONE_PASS = {"simdgroups": 12, "heads": 2, "columns": 64}
 
 
 def _variant(
-    q_dtype: mx.Dtype, dtype: mx.Dtype, Hk: int, group: int, D: int, capacity: int, **changes: int
+    q_dtype: mx.Dtype,
+    dtype: mx.Dtype,
+    Hk: int,
+    group: int,
+    D: int,
+    capacity: int,
+    tile: Mapping[str, int],
 ) -> Variant:
-    tile = {**_TILE, **changes}
-    count = blocks(capacity, Hk, group, dtype, tile)
-    template = _template(q_dtype, dtype, Hk, group, D, 0, count == 1, tile)
-    grid, threadgroup = _threads(Hk, group, D, count, tile)
+    template, grid, threadgroup, _ = _call(q_dtype, dtype, Hk, group, D, capacity, 0, tile)
     return Variant(template, {"Hq": Hk * group, "capacity": capacity}, grid, threadgroup)
 
 
@@ -131,20 +165,28 @@ KERNEL = declare(
             "D",
             "SIMDGROUPS",
             "BLOCK_ROWS",
+            "HEADS",
+            "COLUMNS",
             "GATE_OFFSET",
             "GATE_STRIDE",
-            "FINAL",
         ),
         variants=(
-            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096),
-            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096, simdgroups=8),
-            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 256, simdgroups=8, threadgroups=1),
-            _variant(mx.float32, mx.float16, 2, 8, 256, 4096, block_rows=512),
-            _variant(mx.float32, mx.bfloat16, 2, 8, 128, 4096),
-            _variant(mx.bfloat16, mx.bfloat16, 2, 16, 64, 4096),
-            _variant(mx.float32, mx.float32, 2, 8, 256, 128),
-            _variant(mx.float32, mx.float32, 2, 6, 96, 128),
-            _variant(mx.float16, mx.float16, 3, 5, 224, 128),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096, _BLOCKS),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 4096, {**_BLOCKS, "simdgroups": 8}),
+            _variant(mx.float32, mx.float16, 2, 8, 256, 4096, {**_BLOCKS, "block_rows": 512}),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 128, 4096, _BLOCKS),
+            _variant(mx.bfloat16, mx.bfloat16, 2, 16, 64, 4096, _BLOCKS),
+            _variant(mx.float32, mx.float32, 2, 8, 256, 128, _BLOCKS),
+            _variant(mx.float32, mx.float32, 2, 6, 96, 128, _BLOCKS),
+            _variant(mx.float16, mx.float16, 3, 5, 224, 128, _BLOCKS),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 1024, _ONE_PASS),
+            _variant(
+                mx.float32, mx.bfloat16, 2, 8, 256, 1024, {"simdgroups": 16, "heads": 1, "columns": 128}
+            ),
+            _variant(mx.float32, mx.float16, 2, 8, 256, 1024, {**_ONE_PASS, "simdgroups": 8}),
+            _variant(mx.float32, mx.float32, 2, 8, 256, 1024, _ONE_PASS),
+            _variant(mx.bfloat16, mx.bfloat16, 3, 5, 224, 128, _ONE_PASS),
+            _variant(mx.float32, mx.bfloat16, 1, 8, 64, 128, _ONE_PASS),
         ),
         threadgroup_bytes=_threadgroup_bytes,
     )
@@ -225,12 +267,13 @@ def attention_decode(
     combine_tile: Mapping[str, int] | None = None,
     backend: str | None = None,
 ) -> mx.array:
-    """Run the attention on the GPU (or the host back-end): one kernel, or two where rows are split.
+    """Run the attention on the GPU (or the host back-end): one kernel, or two where rows are in blocks.
 
     Args:
         q, keys, values, projected, position: see the module's table; :func:`supports` must answer None.
         offset: element of ``projected`` where the first head's query starts, D before its gate.
-        tile: see :func:`simdgroups` and :func:`blocks`; by default from the tile table.
+        tile: see :func:`one_pass`, :func:`part`, :func:`simdgroups` and :func:`blocks`; by default
+            from the tile table.
         combine_tile: of ``attention_combine``; by default from its table.
         backend: ``metal``, ``cuda`` or ``host``; by default the one in use.
 
@@ -247,20 +290,18 @@ def attention_decode(
     if tile is None:
         chip = backends.chip(backend)
         tile = choose("attention_decode", chip, capacity=capacity, Hk=Hk, group=group, D=D)
-    count = blocks(capacity, Hk, group, keys.dtype, tile)
-    final = count == 1
-    grid, threadgroup = _threads(Hk, group, D, count, tile)
+    template, grid, threadgroup, count = _call(q.dtype, keys.dtype, Hk, group, D, capacity, offset, tile)
     (out,) = launch(
         KERNEL,
-        [q, keys, values, position, projected if final else None],
-        template=_template(q.dtype, keys.dtype, Hk, group, D, offset, final, tile),
+        [q, keys, values, position, None if count else projected],
+        template=template,
         grid=grid,
         threadgroup=threadgroup,
-        output_shapes=[(1, 1, Hq * D) if final else (partials_size(count, Hq, D),)],
-        output_dtypes=[keys.dtype if final else mx.float32],
+        output_shapes=[(partials_size(count, Hq, D),) if count else (1, 1, Hq * D)],
+        output_dtypes=[mx.float32 if count else keys.dtype],
         backend=backend,
     )
-    if final:
+    if not count:
         return out
     return attention_combine(
         out, projected, blocks=count, Hq=Hq, D=D, offset=offset, tile=combine_tile, backend=backend
@@ -269,7 +310,7 @@ def attention_decode(
 
 @self_check("attention_decode")
 def _self_check(backend: str) -> str | None:
-    """Eight query heads of the real size over 300 rows and NaN behind them, split and in one pass."""
+    """Eight query heads of the real size over 300 rows and NaN behind them, in one pass and in blocks."""
     Hq, D, length, capacity = 8, 256, 300, 512
     keys = mx.random.split(mx.random.key(0), 4)
     q = mx.random.normal((1, Hq, 1, D), key=keys[0])
@@ -281,11 +322,10 @@ def _self_check(backend: str) -> str | None:
     projected = mx.random.normal((1, 1, 2 * Hq * D), key=keys[3]).astype(mx.bfloat16)
     operands = (q, k, v, projected, mx.array([length - 1, capacity, *[0] * 6], dtype=mx.int32))
     want = attention_decode_reference(*operands)
-    tile = choose("attention_decode", backends.chip(backend), capacity=capacity, Hk=1, group=Hq, D=D)
-    for threadgroups in (8, 1):
-        split = {**tile, "block_rows": 0, "threadgroups": threadgroups}
-        got = attention_decode(*operands, tile=split, backend=backend)
+    for tile in (_ONE_PASS, _BLOCKS):
+        got = attention_decode(*operands, tile=tile, backend=backend)
         error: Any = (mx.abs(got.astype(mx.float32) - want).max() / mx.abs(want).max()).item()
         if not error <= 2**-7:  # bfloat16 rounds once, by at most 2^-8 of a value
-            return f"in {threadgroups} blocks {error:.1e} off the reference, allowed {2**-7:.1e}"
+            form = "in one pass" if one_pass(tile) else "in blocks"
+            return f"{form} {error:.1e} off the reference, allowed {2**-7:.1e}"
     return None

@@ -95,7 +95,7 @@ def test_experts_have_the_smallest_loads_tile_whatever_the_load(chip, model):
 def test_one_layout_of_attention(model):
     (arm,) = arms.make([switched("attention_layout")], model)
     sizes = {"Hk": 2, "group": 8, "D": 256}
-    general, fixed = (tiles.choose("attention_decode", "metal", capacity=n, **sizes) for n in (256, 1 << 17))
+    general, fixed = (tiles.choose("attention_decode", "metal", capacity=n, **sizes) for n in (8192, 1 << 17))
     assert general["block_rows"] == 0 < fixed["block_rows"]
     with arm.active():
         assert tiles.choose("attention_decode", "metal", capacity=1 << 17, **sizes) == general

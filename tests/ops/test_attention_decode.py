@@ -20,12 +20,19 @@ def tile(simdgroups=2, block_rows=0, threadgroups=8):
     return {"simdgroups": simdgroups, "block_rows": block_rows, "threadgroups": threadgroups}
 
 
+def one_pass(simdgroups=2, heads=2, columns=32):
+    return {"simdgroups": simdgroups, "heads": heads, "columns": columns}
+
+
 TILES = {
     "general": tile(),
     "one simdgroup": tile(simdgroups=1, threadgroups=4),
     "four simdgroups": tile(simdgroups=4),
-    "single pass": tile(threadgroups=1),
-    "single pass, four simdgroups": tile(simdgroups=4, threadgroups=1),
+    "one block": tile(threadgroups=1),
+    "one pass": one_pass(),
+    "one pass, one simdgroup": one_pass(simdgroups=1, heads=1),
+    "one pass, four simdgroups": one_pass(simdgroups=4, heads=4, columns=64),
+    "one pass, eight heads": one_pass(simdgroups=3, heads=8, columns=256),
     "fixed blocks": tile(block_rows=16),
     "fixed blocks, not whole tiles": tile(block_rows=13),
     "fixed blocks of several tiles": tile(block_rows=80),
@@ -84,7 +91,11 @@ def test_every_layout(backend, name, length):
     [
         (mx.bfloat16, mx.float32, "general"),
         (mx.bfloat16, mx.bfloat16, "fixed blocks"),
-        (mx.float16, mx.float32, "single pass"),
+        (mx.bfloat16, mx.float32, "one pass"),
+        (mx.bfloat16, mx.bfloat16, "one pass, four simdgroups"),
+        (mx.float16, mx.float32, "one pass, eight heads"),
+        (mx.float16, mx.float16, "one pass, one simdgroup"),
+        (mx.float32, mx.float32, "one pass, four simdgroups"),
         (mx.float16, mx.float16, "four simdgroups"),
         (mx.float32, mx.float32, "four simdgroups"),
     ],
@@ -95,8 +106,10 @@ def test_dtypes_at_the_real_heads(backend, dtype, q_dtype, name):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("D", range(64, 257, 32))
-def test_head_sizes(backend, D):
-    check(problem((6, 3, D, 48), 41, mx.bfloat16), backend, TILES["four simdgroups"])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=str)
+@pytest.mark.parametrize("name", ["four simdgroups", "one pass, four simdgroups"])
+def test_head_sizes(backend, D, dtype, name):
+    check(problem((6, 3, D, 48), 41, dtype), backend, TILES[name])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -111,7 +124,7 @@ def test_head_sizes(backend, D):
         (32, 2, "a group of sixteen: eight heads, twice"),
     ],
 )
-@pytest.mark.parametrize("name", ["general", "single pass"])
+@pytest.mark.parametrize("name", ["general", "one pass", "one pass, eight heads"])
 def test_groups(backend, Hq, Hk, name, why):
     check(problem((Hq, Hk, 128, 40), 37, mx.bfloat16), backend, TILES[name])
 
@@ -121,15 +134,28 @@ LENGTHS = [1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 1023, 1024, 1025]
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("name", ["general", "fixed blocks", "single pass"])
+@pytest.mark.parametrize("name", ["general", "fixed blocks", "one pass"])
 def test_lengths(backend, length, name):
     """Around a tile, a block, and a step of the cache, whose rows past the length are NaN."""
     capacity = 72 if length < 72 else 1280
     layout = {**TILES[name]}
-    if capacity > 72:  # fewer launches of fibers
+    if capacity > 72 and name == "fixed blocks":  # fewer launches of fibers
         layout["block_rows"] *= 16
     with host_options(check=capacity == 72):
         check(problem((2, 1, 64, capacity), length, mx.bfloat16), backend, layout)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("length", [511, 512, 513, 1025])
+@pytest.mark.parametrize("order", ["rising", "falling"])
+def test_more_scores_than_meet_at_a_barrier(backend, length, order):
+    """In one pass eight heads keep 512 rows of scores: at the next, the sums so far are rescaled."""
+    arguments = problem((8, 1, 64, 1280), length, mx.bfloat16)
+    ramp = mx.arange(1280) / 64 if order == "rising" else mx.arange(1280, 0, -1) / 64
+    towards = ramp[:, None] * mx.sign(arguments["q"][:, :1])
+    arguments["keys"] = mx.where(mx.arange(1280)[:, None] < length, towards, mx.nan).astype(mx.bfloat16)
+    with host_options(check=False):
+        check(arguments, backend, TILES["one pass, eight heads"])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -147,7 +173,8 @@ def test_token_by_token_while_the_cache_grows(backend, dtype):
             )
             position = mx.array([length - 1, capacity, *[0] * 6], dtype=mx.int32)
             arguments = {**whole, "keys": keys, "values": values, "position": position}
-            out = check(arguments, backend, tile(threadgroups=16))
+            for layout in (tile(threadgroups=16), one_pass(heads=4)):
+                out = check(arguments, backend, layout)
             k, v = (whole[name][:, :, :length].astype(mx.float32) for name in ("keys", "values"))
             attended = mx.fast.scaled_dot_product_attention(whole["q"], k, v, scale=64**-0.5)
             gate = whole["projected"].reshape(4, 2, 64)[:, 1].astype(mx.float32)
@@ -159,7 +186,7 @@ def test_token_by_token_while_the_cache_grows(backend, dtype):
 @pytest.mark.parametrize("length", [4095, 4096, 4097])
 def test_long_lengths(backend, length):
     with host_options(check=False):
-        for layout in (tile(), tile(block_rows=512)):
+        for layout in (tile(), tile(block_rows=512), one_pass(heads=4)):
             check(problem((8, 1, 64, 4352), length, mx.bfloat16), backend, layout)
 
 
@@ -175,13 +202,15 @@ def test_what_lies_past_the_length_does_not_matter(backend, name):
         assert mx.array_equal(op.attention_decode(**arguments, tile=TILES[name], backend=backend), want)
 
 
-@pytest.mark.parametrize("name", ["general", "fixed blocks", "single pass"])
+@pytest.mark.parametrize(
+    "name", ["general", "fixed blocks", "one block", "one pass", "one pass, four simdgroups"]
+)
 @pytest.mark.parametrize("length", [21, 33])
 def test_arrays_that_end_at_the_length(name, length):
     """On the host they end at a page that cannot be touched: reading a row further is a fault."""
     arguments = problem((8, 1, 64, length), length)
     # No more blocks than there are without the rows past the length, so that both runs split the rows alike.
-    layout = {**TILES[name], "threadgroups": min(2, TILES[name]["threadgroups"])}
+    layout = TILES[name] | ({"threadgroups": 2} if name == "general" else {})
     want = check(arguments, "host", layout)
     for array in ("keys", "values"):
         arguments[array] = mx.concatenate([arguments[array], mx.full((1, 1, 11, 64), mx.nan)], axis=2)
@@ -190,7 +219,7 @@ def test_arrays_that_end_at_the_length(name, length):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["general", "fixed blocks", "single pass"])
+@pytest.mark.parametrize("name", ["general", "fixed blocks", "one block", "one pass"])
 @pytest.mark.parametrize("order", ["rising", "falling"])
 def test_scores_far_apart(backend, name, order):
     """Scores of hundreds that rise with every row: the sums must be rescaled, and never overflow."""
@@ -203,7 +232,7 @@ def test_scores_far_apart(backend, name, order):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["general", "single pass"])
+@pytest.mark.parametrize("name", ["general", "one pass"])
 def test_the_gate_inside_a_larger_buffer(backend, name):
     Hq, _, D, _ = SMALL
     arguments = problem(SMALL, 9, mx.bfloat16)
@@ -217,7 +246,8 @@ def test_the_gate_inside_a_larger_buffer(backend, name):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("length", [5, 72])
-def test_the_same_as_mlx(backend, length):
+@pytest.mark.parametrize("name", ["general", "one pass"])
+def test_the_same_as_mlx(backend, length, name):
     """mx.fast.scaled_dot_product_attention and the gate as stock applies it, in fp32."""
     Hq, _, D, _ = SMALL
     arguments = problem(SMALL, length)
@@ -225,19 +255,28 @@ def test_the_same_as_mlx(backend, length):
     attended = mx.fast.scaled_dot_product_attention(arguments["q"], k, v, scale=D**-0.5)
     gate = mx.split(arguments["projected"].reshape(1, 1, Hq, 2 * D), 2, axis=-1)[1]
     want = attended.transpose(0, 2, 1, 3).reshape(1, 1, -1) * mx.sigmoid(gate.reshape(1, 1, -1))
-    assert_close("out", op.attention_decode(**arguments, tile=TILES["general"], backend=backend), want, 2e-5)
+    assert_close("out", op.attention_decode(**arguments, tile=TILES[name], backend=backend), want, 2e-5)
 
 
-@pytest.mark.parametrize("name", ["general", "single pass, four simdgroups", "fixed blocks, not whole tiles"])
-def test_no_schedule_changes_a_bit(name):
-    arguments = problem((8, 1, 64, 40), 35)
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("general", 35),
+        ("fixed blocks, not whole tiles", 35),
+        ("one pass, four simdgroups", 35),
+        ("one pass, eight heads", 520),  # more than the scores between two barriers
+    ],
+)
+def test_no_schedule_changes_a_bit(name, length):
+    arguments = problem((8, 1, 64, length + 5), length)
     host.check_schedules(lambda: op.attention_decode(**arguments, tile=TILES[name], backend="host"))
 
 
-def test_the_text_for_apple_silicon_runs_on_the_host(monkeypatch):
+@pytest.mark.parametrize("name", ["general", "one pass"])
+def test_the_text_for_apple_silicon_runs_on_the_host(monkeypatch, name):
     assemble = source.assemble
     monkeypatch.setattr(source, "assemble", lambda kernel, _: assemble(kernel, "metal"))
-    check(problem(SMALL, 33, mx.bfloat16), "host", TILES["general"])
+    check(problem(SMALL, 33, mx.bfloat16), "host", TILES[name])
 
 
 def dispatches(arguments: dict, layout) -> list[str]:
@@ -258,7 +297,7 @@ def dispatches(arguments: dict, layout) -> list[str]:
 def test_on_metal_it_is_one_dispatch_or_two():
     """Traced on any machine: nothing is copied, padded or converted around the kernels."""
     arguments = problem(SMALL, 9, mx.bfloat16)
-    assert dispatches(arguments, TILES["single pass"]) == ["CustomKernel"]
+    assert dispatches(arguments, TILES["one pass"]) == ["CustomKernel"]
     assert dispatches(arguments, TILES["general"]) == ["CustomKernel"] * 2
 
 
@@ -301,6 +340,12 @@ def test_every_tile_of_the_table_launches():
     with host_options(check=False):
         for choice in table("attention_decode"):
             check(problem((8, 1, 256, 512), 500, mx.bfloat16), "host", choice["tile"])
+
+
+def test_short_caches_take_one_pass():
+    for chip, longest in (("cuda-sm_90", 1280), ("metal", 1024)):
+        assert op.one_pass(chosen(longest, chip))
+        assert not op.one_pass(chosen(longest + 256, chip))
 
 
 def test_the_layout_switches_at_32k_for_the_models_heads_only():
@@ -356,12 +401,19 @@ def test_blocks_of_the_real_heads(capacity, group, dtype, layout, want):
 @pytest.mark.parametrize("D", range(64, 257, 32))
 @pytest.mark.parametrize("wish", [1, 2, 4, 8, 16])
 def test_every_head_size_fits_into_threadgroup_memory(dtype, D, wish):
-    values = {"KvT": dtype, "D": D, "SIMDGROUPS": op.simdgroups(D, tile(simdgroups=wish))}
+    values = {"KvT": dtype, "D": D, "SIMDGROUPS": op.simdgroups(D, tile(simdgroups=wish)), "HEADS": 0}
     assert op.KERNEL.threadgroup_bytes(values) <= 32768
+
+
+@pytest.mark.parametrize(
+    ("D", "group", "want"), [(256, 8, (4, 128)), (96, 8, (4, 32)), (224, 3, (2, 32)), (64, 1, (1, 64))]
+)
+def test_a_threadgroups_part_is_fitted_to_the_shape(D, group, want):
+    assert op.part(D, group, one_pass(heads=4, columns=128)) == want
 
 
 def test_the_self_check_passes_and_can_fail(monkeypatch):
     assert op._self_check("host") is None
     reference = op.attention_decode_reference
     monkeypatch.setattr(op, "attention_decode_reference", lambda *a, **k: reference(*a, **k) * 1.02)
-    assert "in 8 blocks" in op._self_check("host")
+    assert "in one pass" in op._self_check("host")
