@@ -59,7 +59,7 @@ class Attention(stock.Qwen3NextAttention):
         """MLX's attention [B, Hq, T, D], over no more than :data:`MAX_PAIRS` pairs of tokens at once.
 
         So neither the scores that MLX may keep nor the time of a launch grow with the context. The pieces are
-        rows of the result, which do not depend on one another.
+        rows of the result; each waits for the one before, or MLX would keep the scores of all at once.
         """
         T = q.shape[2]
         options = {"cache": cache, "scale": self.scale}
@@ -67,13 +67,16 @@ class Attention(stock.Qwen3NextAttention):
         if rows >= T or isinstance(mask, mx.array):
             return stock.scaled_dot_product_attention(q, keys, values, mask=mask, **options)
         before = keys.shape[2] - T  # tokens that the first query sees besides itself
-        pieces = []
+        pieces: list[mx.array] = []
         for start in range(0, T, rows):
             end = min(start + rows, T)
             seen = before + end if mask == "causal" else keys.shape[2]
+            part = q[:, :, start:end]
+            if pieces:
+                part = mx.depends(part, pieces[-1])
             pieces.append(
                 stock.scaled_dot_product_attention(
-                    q[:, :, start:end], keys[:, :, :seen], values[:, :, :seen], mask=mask, **options
+                    part, keys[:, :, :seen], values[:, :, :seen], mask=mask, **options
                 )
             )
         return mx.concatenate(pieces, axis=2)

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import lily_mlx
 from lily_mlx.counters import counts
+from lily_mlx.layers import attention
 from lily_mlx.settings import OPS
 from tests.plugin.test_cases import small_moe
 
@@ -232,3 +233,13 @@ def test_peak_memory_grows_with_the_context_no_faster_than_stocks(models):
     assert lily[1] - lily[0] < 1.1 * (stock[1] - stock[0])
     assert lily[1] < 1.1 * stock[1]
     assert max(lily_keeps) < 1.1 * min(stock_keeps)  # of a chunk's scratch nothing stays
+
+
+@pytest.mark.usefixtures("evaluation_in_step")
+def test_scores_do_not_grow_with_the_context(models, monkeypatch):
+    """Attention in pieces: what grows is one copy of keys and values, which the cache makes as it grows."""
+    _, lily = models
+    monkeypatch.setattr(attention, "MAX_PAIRS", 64 * 256)
+    shorter, longer = (memory_of_two_chunks(lily, context)[0] for context in (1024, 2048))
+    keys_and_values = 2 * 2 * 64 * 4 * (2048 - 1024)
+    assert longer - shorter < 1.1 * keys_and_values
