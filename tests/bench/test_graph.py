@@ -216,6 +216,17 @@ def test_context_costs_the_bytes_of_its_keys_and_values(model, decode):
     assert read == pytest.approx(added, rel=0.02)
 
 
+def test_attention_over_a_short_cache_is_one_launch(model):
+    lily = lily_mlx.convert(oracle.twin(model))
+    short, long = (
+        launches({"by_primitive": graph._by_primitive(graph.trace_pass(lily, "decode", 1, context))})
+        for context in (300, 4096)
+    )
+    assert short["lily_attention_decode"] == 1
+    assert long - short == {"lily_attention_combine": 1}
+    assert short - long == {}
+
+
 def test_a_prefill_has_no_output_head(model):
     found = graph.trace_pass(model, "prefill", 70, 0)
     assert not any(CONFIG["text_config"]["vocab_size"] in a.shape for p in found for a in p.outputs)
