@@ -356,11 +356,13 @@ def test_the_layout_switches_at_32k_for_the_models_heads_only():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_both_sides_of_the_switch_agree(backend):
-    """The two layouts that the table chooses there, on the same rows."""
+@pytest.mark.parametrize("sides", [(1024, 1280), (32512, 32768)], ids=str)
+def test_both_sides_of_a_switch_agree(backend, sides):
+    """What the table chooses there, on the same rows."""
     arguments = problem((8, 1, 256, 1024), 1001, mx.bfloat16)
+    assert chosen(sides[0]) != chosen(sides[1])
     with host_options(check=False):
-        below, above = (check(arguments, backend, chosen(capacity)) for capacity in (32512, 32768))
+        below, above = (check(arguments, backend, chosen(capacity)) for capacity in sides)
     assert mx.allclose(below, above, rtol=2.0**-7, atol=1e-4)
 
 
