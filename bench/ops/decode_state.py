@@ -42,7 +42,7 @@ STEP_TILES = [(8, 16), (16, 16), (8, 8), (4, 8), (4, 16), (32, 16)]  # lanes, si
 # In one pass, PASS_FIELDS in order. In blocks, TILE_FIELDS of the first pass, columns and simdgroups of the
 # second.
 PASS_FIELDS = ("simdgroups", "heads", "columns")
-PASS_TILES = [(12, 2, 64), (16, 2, 64), (16, 1, 128), (12, 2, 32), (8, 4, 64)]
+PASS_TILES = [(16, 1, 64), (16, 2, 64), (16, 1, 128), (12, 2, 32)]
 TILE_FIELDS = ("simdgroups", "block_rows", "threadgroups")
 ATTENTION_TILES = [(4, 0, 132), (8, 0, 132), (4, 0, 264), (8, 0, 264), (4, 0, 396), (4, 512, 0), (4, 1024, 0)]
 COMBINE_TILES = [(1, 8), (2, 8), (1, 16)]

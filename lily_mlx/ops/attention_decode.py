@@ -129,7 +129,7 @@ def _threadgroup_bytes(values: Mapping[str, Any]) -> int:
 
 
 _BLOCKS = {"simdgroups": 4, "block_rows": 0, "threadgroups": 132}
-_ONE_PASS = {"simdgroups": 12, "heads": 2, "columns": 64}
+_ONE_PASS = {"simdgroups": 16, "heads": 1, "columns": 64}
 
 
 def _variant(
@@ -180,9 +180,7 @@ KERNEL = declare(
             _variant(mx.float32, mx.float32, 2, 6, 96, 128, _BLOCKS),
             _variant(mx.float16, mx.float16, 3, 5, 224, 128, _BLOCKS),
             _variant(mx.float32, mx.bfloat16, 2, 8, 256, 1024, _ONE_PASS),
-            _variant(
-                mx.float32, mx.bfloat16, 2, 8, 256, 1024, {"simdgroups": 16, "heads": 1, "columns": 128}
-            ),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 1024, {"simdgroups": 12, "heads": 2, "columns": 64}),
             _variant(mx.float32, mx.float16, 2, 8, 256, 1024, {**_ONE_PASS, "simdgroups": 8}),
             _variant(mx.float32, mx.float32, 2, 8, 256, 1024, _ONE_PASS),
             _variant(mx.bfloat16, mx.bfloat16, 3, 5, 224, 128, _ONE_PASS),
