@@ -10,9 +10,7 @@ the first. So layers are handed to the GPU one by one and only some are prepared
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,6 +18,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import ArraysCache, KVCache
 
+from .ahead import Ahead
 from .compiled import Compiled, Snapshot
 from .launch import backend
 from .ops.choice import why_off
@@ -31,6 +30,9 @@ MAX_SIZES = 64
 
 TOKENS_AHEAD = 16384
 """Tokens times layers that are prepared ahead of the GPU: 8 layers of a chunk of 2,048, all of 256."""
+
+GROWTH = 8
+"""A long KV cache grows by its eighth: each growth copies it, and stock's grows by every chunk."""
 
 
 class PromptStep:
@@ -93,7 +95,7 @@ class PromptStep:
         x = text.model.embed_tokens(inputs)
         B, T, _ = x.shape
         layers_ahead = max(1, TOKENS_AHEAD // (B * T))
-        queued: deque[mx.array] = deque()
+        ahead = Ahead(layers_ahead)
         for index, (layer, c) in enumerate(zip(text.layers, cache, strict=True)):
             if layer.is_linear:
                 x, c[0], c[1] = self._part(index, "linear", layer)(x, *_states(layer.linear_attn, c, x))
@@ -102,15 +104,12 @@ class PromptStep:
                 attention = layer.self_attn
                 position = mx.array([c.offset] * max(B, 8), dtype=mx.int32)
                 q, keys, values, projected = self._part(index, "before", layer)(x, position)
+                c.step = max(c.step, c.offset // GROWTH)
                 keys, values = c.update_and_fetch(keys, values)
                 out = attention.attend(q, keys, values, "causal", c)
                 x = self._part(index, "after", layer)(x, out, projected)
             if layers_ahead < len(text.layers):
-                queued.append(x)
-                with suppress(ValueError):  # inside a transformation nothing is evaluated
-                    mx.async_eval(x)
-                    if len(queued) > layers_ahead:
-                        mx.eval(queued.popleft())
+                ahead.start(x)
         x = text.model.norm(x)
         return text.model.embed_tokens.as_linear(x) if text.args.tie_word_embeddings else text.lm_head(x)
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models import qwen3_next as stock
 
+from ..ahead import Ahead
 from ..launch import backend
 from ..ops.attention_decode import attention_decode
 from ..ops.attention_gate import attention_gate
@@ -18,6 +19,9 @@ from .projection import project
 
 MAX_PAIRS = 2**24
 """Queries by keys of one launch of attention: 2,048 by 8,192, 0.5 GB of scores for 16 heads."""
+
+PIECES_AHEAD = 2
+"""Such launches that wait for the GPU, each with its scores."""
 
 
 class Attention(stock.Qwen3NextAttention):
@@ -59,7 +63,8 @@ class Attention(stock.Qwen3NextAttention):
         """MLX's attention [B, Hq, T, D], over no more than :data:`MAX_PAIRS` pairs of tokens at once.
 
         So neither the scores that MLX may keep nor the time of a launch grow with the context. The pieces are
-        rows of the result; each waits for the one before, or MLX would keep the scores of all at once.
+        rows of the result; each depends on the one before and only some wait for the GPU, or the scores of all
+        would be kept at once.
         """
         T = q.shape[2]
         options = {"cache": cache, "scale": self.scale}
@@ -67,6 +72,8 @@ class Attention(stock.Qwen3NextAttention):
         if rows >= T or isinstance(mask, mx.array):
             return stock.scaled_dot_product_attention(q, keys, values, mask=mask, **options)
         before = keys.shape[2] - T  # tokens that the first query sees besides itself
+        as_rows = mask == "causal" and q.shape[-1] > 128 and backend.resolve() == "cuda"
+        ahead = Ahead(PIECES_AHEAD)
         pieces: list[mx.array] = []
         for start in range(0, T, rows):
             end = min(start + rows, T)
@@ -74,11 +81,12 @@ class Attention(stock.Qwen3NextAttention):
             part = q[:, :, start:end]
             if pieces:
                 part = mx.depends(part, pieces[-1])
-            pieces.append(
-                stock.scaled_dot_product_attention(
-                    part, keys[:, :, :seen], values[:, :, :seen], mask=mask, **options
-                )
-            )
+            k, v = keys[:, :, :seen], values[:, :, :seen]
+            if as_rows:
+                pieces.append(_causal_attention(part, k, v, self.scale))
+            else:
+                pieces.append(stock.scaled_dot_product_attention(part, k, v, mask=mask, **options))
+            ahead.start(pieces[-1])
         return mx.concatenate(pieces, axis=2)
 
     def after(self, out: mx.array, projected: mx.array) -> mx.array:
@@ -179,6 +187,26 @@ class Attention(stock.Qwen3NextAttention):
         B, Hq, T, D = out.shape
         gate = projected[..., : 2 * Hq * D].reshape(B, T, Hq, 2, D)[..., 1, :]
         return out.transpose(0, 2, 1, 3).reshape(B, T, Hq * D) * mx.sigmoid(gate.reshape(B, T, Hq * D))
+
+
+def _causal_attention(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """Attention of the last queries, with the query heads of a group as rows of one product.
+
+    As MLX does it where it has no fused kernel for the head size, only that it reads the keys once for each
+    query head. On an H200, 131,072 keys: 172 TFLOP/s instead of 116 (128 queries at once).
+    """
+    B, Hq, T, D = q.shape
+    Hk, S = keys.shape[1:3]
+    scores = (q * scale).reshape(B, Hk, Hq // Hk * T, D) @ keys.swapaxes(-1, -2)
+    seen = mx.arange(S - T, S)[:, None]
+    masked = _masked(scores.reshape(B, Hq, T, S), mx.arange(S), seen)
+    weights = mx.softmax(masked, axis=-1, precise=True).reshape(B, Hk, Hq // Hk * T, S)
+    return (weights @ values).reshape(B, Hq, T, D)
+
+
+@mx.compile
+def _masked(scores: mx.array, key: mx.array, last: mx.array) -> mx.array:
+    return mx.where(key <= last, scores, mx.array(-mx.inf, scores.dtype))
 
 
 @lru_cache(maxsize=16)  # one step's layers share it
