@@ -63,8 +63,8 @@ class Attention(stock.Qwen3NextAttention):
         """MLX's attention [B, Hq, T, D], over no more than :data:`MAX_PAIRS` pairs of tokens at once.
 
         So neither the scores that MLX may keep nor the time of a launch grow with the context. The pieces are
-        rows of the result; each depends on the one before and only some wait for the GPU, or the scores of all
-        would be kept at once.
+        rows of the result. Each depends on the one before, and only some wait for the GPU, or the scores of
+        all would be kept at once.
         """
         T = q.shape[2]
         options = {"cache": cache, "scale": self.scale}
