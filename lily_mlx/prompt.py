@@ -67,19 +67,18 @@ class PromptStep:
             return "the model is in a pipeline"
         if why_off("expert_route"):
             return "routing runs on the CPU"
+        size = (inputs.shape, settings(), used)
+        if size not in self._seen:
+            # Layers join matrices when they first run: a snapshot before that would keep the parts in memory.
+            if len(self._seen) == MAX_SIZES:
+                self._seen, self._compiled = set(), {}
+            self._seen.add(size)
+            return "its size comes for the first time"
         if not self._snapshot.holds():
             self._snapshot.take()
             self._why_layers = next(filter(None, map(why_not_layer, self._text.layers)), None)
             self._compiled = {}
-        if why := self._why_layers or _why_not_caches(cache):
-            return why
-        size = (inputs.shape, settings(), used)
-        if size in self._seen:
-            return None
-        if len(self._seen) == MAX_SIZES:
-            self._seen, self._compiled = set(), {}
-        self._seen.add(size)
-        return "its size comes for the first time"
+        return self._why_layers or _why_not_caches(cache)
 
     def __call__(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
         """Run a chunk and update the caches.

@@ -82,11 +82,14 @@ class DecodeStep:
             return "training needs the differentiable path"
         if self._text.model.pipeline_size > 1:
             return "the model is in a pipeline"
+        # First, for layers join matrices when they first run: a snapshot before that would keep the parts.
+        if why := _why_not_caches(cache):
+            return why
         if not self._snapshot.holds():
             self._snapshot.take()
             self._why_layers = next(filter(None, map(why_not_layer, self._text.layers)), None)
             self._compiled = {}
-        return self._why_layers or _why_not_caches(cache)
+        return self._why_layers
 
     def __call__(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
         """Run one token and update the caches.

@@ -120,6 +120,19 @@ def test_only_so_many_sizes_are_kept():
     assert len(step._seen) <= MAX_SIZES
 
 
+@pytest.mark.usefixtures("compiled_ops")
+@pytest.mark.parametrize("tokens", [CHUNKS[0], mx.array([[1]])])
+def test_a_first_call_keeps_no_weights_in_memory(tokens):
+    """It joins matrices: who holds the parts afterwards holds the model twice."""
+    _, lily = small_models()
+    mx.eval(lily.parameters(), run(lily, [tokens], make_prompt_cache(lily)))
+    embedding = lily.language_model.model.embed_tokens
+    before = mx.get_active_memory()
+    embedding.weight = embedding.weight + 0
+    mx.eval(embedding.weight)
+    assert mx.get_active_memory() < before + embedding.weight.nbytes
+
+
 @pytest.mark.parametrize("mask", ["causal", None])
 @pytest.mark.parametrize("context", [0, 9])
 def test_attention_in_pieces_is_the_same(monkeypatch, mask, context):
