@@ -118,6 +118,8 @@ class Table:
 def groups(lines: Sequence[Record], baseline: str | None) -> list[Group]:
     """Sort measurements into groups and compute their figures.
 
+    Runs with something switched off stay apart from the others: the more arms take turns, the slower each.
+
     Args:
         lines: as :func:`record.read` yields them.
         baseline: an arm, or None for stock, else stock+, else the first arm.
@@ -126,6 +128,7 @@ def groups(lines: Sequence[Record], baseline: str | None) -> list[Group]:
         UsageError: a measurement comes twice, or no line is of the baseline.
     """
     seen = set()
+    ablating = {line["run"] for line in lines if line["arm"].startswith(WITHOUT)}
     by_key: dict[tuple[object, ...], list[Record]] = defaultdict(list)
     for line in lines:
         identity = tuple(line[k] for k in ("run", "phase", "length", "arm", "round"))
@@ -135,7 +138,7 @@ def groups(lines: Sequence[Record], baseline: str | None) -> list[Group]:
                 f"run {run} has {arm}, {phase} {length}, round {round_} twice; name each file once"
             )
         seen.add(identity)
-        by_key[tuple(line[k] for k in _SAME)].append(line)
+        by_key[*(line[k] for k in _SAME), line["run"] in ablating].append(line)
     return [_group(members, baseline) for members in by_key.values()]
 
 
@@ -381,7 +384,7 @@ def write_markdown(groups: Sequence[Group], file: Path, images: Mapping[int, Map
     Args:
         groups: what to write.
         file: if it exists and has the two marker comments, only what lies between them is replaced; where the
-            first says ``summary``, by each phase's table of medians alone.
+            first says ``summary``, by each phase's table of medians alone, of runs with nothing switched off.
         images: for the index of a group, the light variant of each plot by what it shows; the dark one lies
             beside it.
 
@@ -398,7 +401,7 @@ def write_markdown(groups: Sequence[Group], file: Path, images: Mapping[int, Map
             if opened and closed:
                 before, after = head, tail.removeprefix("\n")
         if begin == _BEGIN_SUMMARY:
-            parts = [_summary_markdown(group) for group in groups]
+            parts = [_summary_markdown(group) for group in groups if not group.gains]
         else:
             parts = [_markdown(group, images.get(i, {}), file) for i, group in enumerate(groups)]
         block = "\n".join(parts)
@@ -414,7 +417,8 @@ def _summary_markdown(group: Group) -> str:
 
 def _markdown(group: Group, images: Mapping[str, Path], file: Path) -> str:
     first, closer = _tables(group)
-    parts = [f"**{group.facts['chip']}.** {describe(group.facts)}.\n"]
+    what = ", with and without single mechanisms" if group.gains else ""
+    parts = [f"**{group.facts['chip']}{what}.** {describe(group.facts)}.\n"]
     parts += [f"    {command}\n" for command in group.commands]
     parts += [_markdown_table(table) for table in first]
     for title, light in images.items():

@@ -128,6 +128,15 @@ def test_different_machines_and_versions_stay_apart(field):
     assert len(compare.groups(lines, None)) == 2
 
 
+def test_runs_with_something_switched_off_stay_apart():
+    alone = [measured("stock", 0, 1.0, run="r2"), measured("lily", 0, 0.25, run="r2")]
+    ablation, plain = compare.groups(three_rounds() + alone, None)
+    assert ablation.gains
+    assert not plain.gains
+    assert plain.cells["prefill", 512, "lily"].median == 2048
+    assert ablation.cells["prefill", 512, "lily"].median == 1024
+
+
 def test_losing_lengths_stay_in_the_table():
     lines = [measured("stock", 0, 1.0), measured("lily", 0, 1.25), measured("stock", 0, 1.0, length=1024)]
     (group,) = compare.groups(lines, None)
