@@ -1,7 +1,8 @@
 """The tiny checkpoint on a GPU, at lengths that only a GPU gets through in a test: against stock beside it.
 
 Skipped where MLX has no GPU. What the host back-end can show of the same is in test_host_model and
-test_small_model.
+test_small_model. Stock reads its prompts token by token: MLX 0.32.4's products of many rows are wrong for
+this checkpoint on CUDA (perplexity 21,000; 8.2 token by token, which is the oracle's).
 """
 
 import mlx.core as mx
@@ -9,7 +10,8 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from bench.ab import copy_of, random_cache
-from bench.gate import MAX_RELATIVE_ERROR, agreement
+from bench.gate import MAX_KL, MAX_RELATIVE_ERROR, MIN_TOP1, agreement
+from bench.oracle import fp32_oracle
 from lily_mlx.counters import counts
 from lily_mlx.step import CAPACITY_STEP
 from tests.conftest import DATA
@@ -30,7 +32,8 @@ def prompt(stock):
 def greedy(model, prompt, count):
     """Tokens and the logits [count, V] that each was chosen from."""
     cache = make_prompt_cache(model)
-    logits = model(prompt, cache=cache)[:, -1:]
+    for position in range(prompt.size):
+        logits = model(prompt[:, position : position + 1], cache=cache)
     tokens, rows = [], []
     for _ in range(count):
         token = logits.argmax(-1)
@@ -60,7 +63,11 @@ def test_a_step_at_a_context_is_stocks(stock, lily, context):
 
 
 def test_memory_stays_over_2000_steps(lily, prompt):
-    """No step copies a cache or keeps what the one before needed: between growths of the KV cache, flat."""
+    """No step copies a cache or keeps what the one before needed.
+
+    Between growths of the KV cache windows of 100 steps peak alike, but for the results of the two steps that
+    may be in flight. Growths add their rows, to two pairs of arrays.
+    """
     model = lily[0]
     cache = make_prompt_cache(model)
     token = model(prompt, cache=cache)[:, -1:].argmax(-1)
@@ -74,24 +81,31 @@ def test_memory_stays_over_2000_steps(lily, prompt):
             if step > 100:
                 peaks.setdefault(capacity, []).append(mx.get_peak_memory())
             mx.reset_peak_memory()
-    assert len(peaks) > 1
-    rows = sum(2 * 2 * c.keys.nbytes // c.keys.shape[2] for c in cache if isinstance(c, KVCache))
+    states = sum(a.nbytes for c in cache if not isinstance(c, KVCache) for a in c.cache)
+    logits = 4 * model.args.text_config["vocab_size"]
     flat = [values[1:] for values in peaks.values() if len(values) > 3]  # the first window holds the growth
-    assert all(max(values) <= 1.01 * min(values) for values in flat)
-    assert max(flat[-1]) - max(flat[0]) <= 1.1 * rows * CAPACITY_STEP * (len(flat) - 1)
+    print(peaks, states, logits)
+    assert len(flat) > 1
+    assert all(max(values) - min(values) <= 2 * (states + logits) for values in flat)
+    rows = sum(2 * 2 * c.keys.nbytes // c.keys.shape[2] for c in cache if isinstance(c, KVCache))
+    grown = 1.1 * rows * CAPACITY_STEP * (len(flat) - 1)
+    assert max(flat[-1]) - min(flat[0]) <= grown + 2 * (states + logits)
 
 
-def test_a_long_prompt_in_chunks_is_stocks(stock, lily):
+def test_a_long_prompt_in_chunks_is_the_oracles(stock, lily):
     """Chunks of one size are compiled from the second on, and queued a few layers ahead of the GPU."""
     text = stock[1].encode((DATA / "heldout.txt").read_text())
     tokens = mx.array((text * (8192 // len(text) + 1))[:8192])[None]
     counts.clear()
     last = []
-    for model in (stock[0], lily[0]):
+    for model in (fp32_oracle(stock[0]), lily[0]):
         cache = make_prompt_cache(model)
         for start in range(0, 8192, 2048):
             logits = model(tokens[:, start : start + 2048], cache=cache)[0]
             mx.eval(logits, [c.state for c in cache])
         last.append(logits)
     assert counts["op.expert_gemm_gate_up"] == 4 * len(lily[0].layers)
-    assert agreement(*last).relative_error < MAX_RELATIVE_ERROR
+    found = agreement(*last)
+    assert found.relative_error < MAX_RELATIVE_ERROR
+    assert found.kl < MAX_KL
+    assert found.top1 > MIN_TOP1
