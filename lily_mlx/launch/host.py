@@ -7,8 +7,8 @@ and runs in a worker process, so that whatever a kernel does, the interpreter li
 Each launch is watched: buffers end, or begin, at a page that cannot be touched; memory that nothing wrote
 holds a poison; lanes and threads must meet at the same operations. ``check=True`` runs a launch twice, with
 the buffers against their end and against their start and with two poisons, a small one once more with zeros,
-and compares the outputs bit by bit. :func:`check_schedules` looks for races by running launches in several
-orders.
+and compares the outputs bit by bit. An overflow counts if it also happens with zeros in place of the poison.
+:func:`check_schedules` looks for races by running launches in several orders.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ MAX_THREADGROUP_BYTES = 32768
 # The bytes that outputs and other memory hold before anything wrote them, in the first and in the second run
 # of a check. Floats made of them are large, below zero in the first run (about -3e16, as half -219) and above
 # it in the second (6e17, 235), so that a minimum, a maximum or a comparison takes one of them. Integers
-# differ in sign and parity, and a bool is neither true nor false.
+# differ in sign and parity, and a bool is neither true nor false. The second output holds a byte that is less
+# by 2, and so on for four, so that what one copied from another does not look like its own.
 _POISONS = ((0xD6, 0xDA), (0x57, 0x5B))
 # A check of at most so many threads runs a third time with zeros, for comparisons with zero that both poisons
 # answer alike. More would cost too much.
@@ -301,9 +302,10 @@ class HostKernel:
         else:
             library = self._library(variant, "checked" if check else "plain")
             how = grid, threadgroup, order, time_limit, check
-            first = launch.run(library, *how, _POISONS[0], "end")
+            run = launch.run_without_wraps if check else launch.run
+            first = run(library, *how, _POISONS[0], "end")
             if check:
-                launch.compare(first, launch.run(library, *how, _POISONS[1], "start"))
+                launch.compare(first, run(library, *how, _POISONS[1], "start"))
                 if math.prod(grid) <= ZEROED_THREADS:
                     launch.compare(first, launch.run(library, *how, (0, 0), "end"))
         if (record := _recorder.get()) is not None:
@@ -663,18 +665,24 @@ class _Arguments:
         check: bool,
         poison: tuple[int, int],
         placement: str,
+        wraps: bool = False,
     ) -> list[np.ndarray]:
-        """One run with the buffers against the ``end`` or the ``start`` of their pages: output bytes."""
+        """One run with the buffers against the ``end`` or the ``start`` of their pages: output bytes.
+
+        With ``wraps`` an overflow is no fault.
+        """
         worker = thread_worker()
-        buffers = self._place(worker, placement, poison[1])
+        buffers = self._place(worker, placement, poison)
         try:
-            report = worker.run(library, grid, threadgroup, buffers, schedule, poison, time_limit, check)
+            report = worker.run(
+                library, grid, threadgroup, buffers, schedule, poison[1], time_limit, check, wraps
+            )
         except WorkerLostError:
             raise KernelCrash("the worker process ended without a report", kernel=self.kernel.name) from None
         if report is not None and report.misaligned and not self.variant.aligned:
             # Vector instructions want multiples of 16 bytes, as every buffer on the GPU has.
             self.variant.aligned = True
-            return self.run(library, grid, threadgroup, schedule, time_limit, check, poison, placement)
+            return self.run(library, grid, threadgroup, schedule, time_limit, check, poison, placement, wraps)
         if report is not None:
             raise self._error(report)
         if self.variant.aligned:
@@ -686,7 +694,35 @@ class _Arguments:
                 outputs[p.number] = worker.arena[start : start + b.data_bytes].copy()
         return outputs
 
-    def _place(self, worker: Worker, placement: str, poison: int) -> list[BufferSpec]:
+    def run_without_wraps(
+        self,
+        library: Path,
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        schedule: tuple[int, int],
+        time_limit: float,
+        check: bool,
+        poison: tuple[int, int],
+        placement: str,
+    ) -> list[np.ndarray]:
+        """As :meth:`run` of a poisoned launch, where overflows of the poison itself are no fault.
+
+        A kernel may compute with what was never written and drop the result.
+        """
+        how = grid, threadgroup, schedule, time_limit, check
+        try:
+            return self.run(library, *how, poison, placement)
+        except IndexOverflow:
+            pass
+        try:
+            self.run(library, *how, (0, 0), placement)
+        except IndexOverflow:
+            raise
+        except HostKernelError:
+            pass  # a fault of the zeros; the kernel's own show below
+        return self.run(library, *how, poison, placement, wraps=True)
+
+    def _place(self, worker: Worker, placement: str, poison: tuple[int, int]) -> list[BufferSpec]:
         buffers: list[BufferSpec] = []
         offset = CONTROL_BYTES
         for p, value in zip(self.variant.parameters, self.values, strict=True):
@@ -695,9 +731,8 @@ class _Arguments:
             start = mapped - size if placement == "end" else 0
             if self.variant.aligned:
                 start -= start % 16
-            buffers.append(
-                BufferSpec(offset, mapped, start, size, p.source == "output", isinstance(value, int))
-            )
+            fill = _output_poison(poison, p.number) if isinstance(value, int) else -1
+            buffers.append(BufferSpec(offset, mapped, start, size, p.source == "output", fill))
             offset += mapped
         worker.reserve(offset)
         for b, value in zip(buffers, self.values, strict=True):
@@ -705,7 +740,7 @@ class _Arguments:
                 at = b.file_offset + b.data_offset
                 worker.arena[at : at + b.data_bytes] = value
             if self.variant.aligned:
-                _rest(worker, b)[:] = poison
+                _rest(worker, b)[:] = poison[1]
         return buffers
 
     def _check_rest(self, worker: Worker, buffers: list[BufferSpec], poison: int) -> None:
@@ -754,11 +789,12 @@ class _Arguments:
         Raises:
             UnwrittenOutput, UninitializedRead: it does.
         """
-        for name, dtype, a, b in zip(
-            self.kernel.output_names, self.output_dtypes, first, second, strict=True
+        for number, (name, dtype, a, b) in enumerate(
+            zip(self.kernel.output_names, self.output_dtypes, first, second, strict=True)
         ):
             a, b = a.reshape(-1, dtype.size), b.reshape(-1, dtype.size)
-            unwritten = (a == _POISONS[0][0]).all(axis=1) & (b == _POISONS[1][0]).all(axis=1)
+            fills = [_output_poison(poison, number) for poison in _POISONS]
+            unwritten = (a == fills[0]).all(axis=1) & (b == fills[1]).all(axis=1)
             if unwritten.any():
                 element = int(unwritten.argmax())
                 raise UnwrittenOutput(
@@ -778,6 +814,11 @@ class _Arguments:
                     buffer=name,
                     element=element,
                 )
+
+
+def _output_poison(poison: tuple[int, int], number: int) -> int:
+    """The byte that an output holds before anything wrote it, by the output's number."""
+    return max(poison[0] - 2 * (number % 4), 0)
 
 
 def _without_derivative(kernel: str, inputs: list[mx.array], outputs: list[mx.array]) -> list[mx.array]:

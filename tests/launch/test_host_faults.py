@@ -211,6 +211,24 @@ def test_threadgroup_memory_does_not_outlive_its_threadgroup():
     assert fails(host.UninitializedRead, source).element >= 32
 
 
+@pytest.mark.parametrize("schedule", host.SCHEDULES)
+def test_an_output_read_before_another_thread_wrote_it(schedule):
+    """The second output was written, with what the first held before."""
+    kernel = host.metal_kernel(
+        "exchange", ["x"], ["out", "out2"], f"{INDEX}out[i] = x[i];\nout2[i] = out[63 - i];"
+    )
+    with pytest.raises(host.UninitializedRead) as caught:
+        kernel(
+            inputs=[mx.arange(64)],
+            grid=(64, 1, 1),
+            threadgroup=(64, 1, 1),
+            output_shapes=[(64,)] * 2,
+            output_dtypes=[mx.int32] * 2,
+            schedule=schedule,
+        )
+    assert caught.value.buffer == "out2"
+
+
 @pytest.mark.parametrize("schedule", ["fifo", "lifo", *(f"random:{seed}" for seed in range(5))])
 def test_missing_barrier(schedule):
     source = """
@@ -624,6 +642,18 @@ def test_inactive_lane_read(schedule):
 def test_index_overflow(index):
     error = fails(host.IndexOverflow, f"{INDEX}{index}out[i] = x[k % 64];")
     assert error.line == 2
+
+
+def test_an_overflow_beside_one_of_what_was_never_written():
+    """The first line overflows with some values of the local, the second with all."""
+    error = fails(
+        host.IndexOverflow, f"{INDEX}int t; t *= 3;\nint k = 2147483600 + int(i); out[i] = k ? 0 : t;"
+    )
+    assert error.line == 3
+
+
+def test_an_overflow_that_ends_in_an_output_is_an_uninitialised_read():
+    assert fails(host.UninitializedRead, f"{INDEX}int t; out[i] = t * 3;", dtype=mx.int32).element == 0
 
 
 def test_hashing_is_no_overflow():

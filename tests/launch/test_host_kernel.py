@@ -455,6 +455,31 @@ out[i] = s;"""
     assert out.tolist() == [sum(range(32))] * 32 + [63] * 32 + [sum(range(64, 96))] * 32 + [127] * 32
 
 
+@pytest.mark.parametrize("schedule", host.SCHEDULES)
+@pytest.mark.parametrize(
+    "body",
+    [
+        "threadgroup int t[64];\nif (i < 2) t[i] = a[i];\nthreadgroup_barrier(mem_flags::mem_threadgroup);\n"
+        "int v = t[i] * 3;\nout[i] = i < 2 ? v : 0;",
+        "int t[4];\nfor (int k = 0; k < 2; ++k) t[k] = a[i];\nfor (int k = 0; k < 4; ++k) t[k] *= 3;\n"
+        "out[i] = i < 2 ? t[i] : 0;",
+        "int4 v;\nv.x = a[i];\nv = v * 5 - 3;\nout[i] = i < 2 ? (v.x + 3) / 5 * 3 : 0;",
+    ],
+)
+def test_arithmetic_on_what_was_never_written_may_be_dropped(body, schedule):
+    """Only the poison overflows in these, and no output depends on it."""
+    (out,) = run(
+        INDEX + body,
+        [mx.arange(5, 69)],
+        shapes=[(64,)],
+        dtypes=[mx.int32],
+        grid=(64, 1, 1),
+        threadgroup=(64, 1, 1),
+        schedule=schedule,
+    )
+    assert out.tolist() == [15, 18] + [0] * 62
+
+
 def test_stands_in_for_mlx_directly(monkeypatch):
     """The pattern a kernel author would try first: the replacement must not find itself."""
     monkeypatch.setattr(mx.fast, "metal_kernel", host.metal_kernel)

@@ -509,6 +509,23 @@ def test_scan(inclusive: bool) -> None:
     assert mx.array_equal(y, mx.cumsum(x, -1, inclusive=inclusive))
 
 
+@pytest.mark.parametrize(
+    ("operation", "threads", "n"), [("Sum", 32, 100), ("Sum", 128, 1000), ("Prod", 32, 100)]
+)
+def test_scan_that_computes_with_unwritten_slots(operation: str, threads: int, n: int) -> None:
+    """Lanes beyond the simdgroups there are read a slot that nobody wrote, and drop what comes of it."""
+    x = mx.random.randint(-1, 2, (1, n), key=mx.random.key(2)).astype(mx.int64)
+    (y,) = run(
+        ["binary_ops.h", "scan.h"],
+        f"""contiguous_scan<int64_t, int64_t, Cum{operation}<int64_t>, 4, true, false>(
+            x, y, n, tid, threadgroups_per_grid, lid, threads_per_threadgroup, lane, sg);""",
+        {"x": x, "n": mx.array(n, mx.uint64)},
+        {"y": ((1, n), mx.int64)},
+        threads=(threads, 1, 1),
+    )
+    assert mx.array_equal(y, mx.cumsum(x, -1) if operation == "Sum" else mx.cumprod(x, -1))
+
+
 def test_sort() -> None:
     rows, n = 2, 200
     x = normal(rows, n, seed=1)

@@ -31,7 +31,7 @@ CONTROL_BYTES = 65536
 MAX_BUFFERS = 128
 _REQUEST_OFFSET = 4096
 _REQUEST = struct.Struct("<II3I3IIHHQIII1024s4x")
-_BUFFER = struct.Struct("<QQQQII")
+_BUFFER = struct.Struct("<QQQQIi")
 _REPORT = struct.Struct("<IiI3I3IiqIIII512s512s")
 _LOAD, _RUN = 1, 2
 _SCHEDULES = {"fifo": 0, "lifo": 1, "random": 2}
@@ -44,14 +44,17 @@ _BOOT = (
 
 
 class BufferSpec(NamedTuple):
-    """Where a buffer of a launch lies: the mapping in the arena, and the data in the mapping, in bytes."""
+    """Where a buffer of a launch lies: the mapping in the arena, and the data in the mapping, in bytes.
+
+    ``poison`` is the byte that fills data without values, -1 for data that has some.
+    """
 
     file_offset: int
     map_bytes: int
     data_offset: int
     data_bytes: int
     writable: bool
-    poisoned: bool
+    poison: int
 
 
 @dataclass(frozen=True)
@@ -144,9 +147,10 @@ class Worker:
         threadgroup: tuple[int, int, int],
         buffers: list[BufferSpec],
         schedule: tuple[int, int],
-        poison: tuple[int, int],
+        poison: int,
         time_limit: float,
         check: bool,
+        wraps: bool,
     ) -> Report | None:
         """Run a loaded kernel over the buffers in the arena.
 
@@ -155,11 +159,12 @@ class Worker:
             grid, threadgroup: in threads, (x, y, z).
             buffers: the kernel's arguments in order.
             schedule: as :func:`parse_schedule` gives it.
-            poison: the bytes that fill memory which nothing wrote: the buffers to be poisoned; and
-                threadgroup memory, locals and what else lies on a stack.
+            poison: the byte that fills memory which nothing wrote: threadgroup memory, locals and what else
+                lies on a stack.
             time_limit: seconds.
             check: the library is the checked build. Watch the ends of threadgroup variables, the calls by
                 which lanes reach a collective, and that every thread reaches every barrier.
+            wraps: an overflow is no fault.
 
         Returns:
             None, or what went wrong.
@@ -175,7 +180,8 @@ class Worker:
             *grid,
             *threadgroup,
             schedule[0],
-            *poison,
+            poison,
+            wraps,
             schedule[1],
             limit,
             len(buffers),
