@@ -943,7 +943,7 @@ def _kernel_parameter(s: Source, parameter: range) -> Iterator[Finding]:
     kind = _type_of(s, parameter)
     if "buffer" in attributes:
         yield parameter.start, "attribute", f"a buffer is a pointer or a reference, '{name}' is a value"
-    elif (_VALUE.fullmatch(kind) or kind in _structs(s)) and not attributes.keys() & _INPUT_ATTRIBUTES:
+    elif (_VALUE.fullmatch(kind) or kind in structs(s)) and not attributes.keys() & _INPUT_ATTRIBUTES:
         has = f"the unknown attribute '{min(attributes)}'" if attributes else "no attribute"
         yield parameter.start, "attribute", f"'{name}' is passed by value and has {has} to say what it is"
     for attribute in sorted(attributes.keys() & (_GRID_ATTRIBUTES | _INDEX_ATTRIBUTES)):
@@ -953,7 +953,7 @@ def _kernel_parameter(s: Source, parameter: range) -> Iterator[Finding]:
             yield parameter.start, "attribute-type", f"'{attribute}' is {allowed}, not '{kind}'"
 
 
-def _structs(s: Source) -> dict[str, list[int]]:
+def structs(s: Source) -> dict[str, list[int]]:
     """Names of classes that the source defines, and where."""
     found: dict[str, list[int]] = {}
     for i, token in enumerate(s.tokens):
@@ -1024,7 +1024,7 @@ def _calls(s: Source) -> Iterator[Finding]:
     makers = {s.word(f.name) for f in s.functions if f.scope == "class"}
     aggregates = {
         name
-        for name, places in _structs(s).items()
+        for name, places in structs(s).items()
         if len(places) == 1 and name not in makers and s.word(places[0] + 1) == "{"
     }
     for i in range(len(s.tokens)):

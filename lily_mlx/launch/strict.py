@@ -415,7 +415,8 @@ def _compile(parsed: lints.Source, own: set[str], version: Version) -> list[Diag
     qualified_this = re.search(r"\)\s*(?:const\s+)?(?:device|constant|threadgroup)\b", parsed.text)
     # The classes of the translation are no constants: of them nothing can be said.
     constants = lints.plain_constants(parsed)
-    found = set(_diagnostics(errors, own, skip_object_parameter=bool(qualified_this)))
+    structs = frozenset(lints.structs(parsed))
+    found = set(_diagnostics(errors, own, skip_object_parameter=bool(qualified_this), structs=structs))
     return sorted(d for d in found if d.rule != "constant-init" or (d.file, d.line) in constants)
 
 
@@ -424,7 +425,9 @@ _SPACE = re.compile(r"LILY_AS_(?:device|constant|threadgroup)|__attribute__\(\(a
 _SPACE_NAME = {"1": "device", "2": "constant", "3": "threadgroup"}
 
 
-def _diagnostics(text: str, own: set[str], *, skip_object_parameter: bool = False) -> Iterator[Diagnostic]:
+def _diagnostics(
+    text: str, own: set[str], *, skip_object_parameter: bool = False, structs: frozenset[str] = frozenset()
+) -> Iterator[Diagnostic]:
     """Errors in clang's output. An error inside a header counts where the source led there."""
     blocks: list[list[re.Match[str]]] = []
     for match in _MESSAGE.finditer(text):
@@ -432,9 +435,16 @@ def _diagnostics(text: str, own: set[str], *, skip_object_parameter: bool = Fals
             blocks.append([match])
         elif blocks:
             blocks[-1].append(match)
+    # An aggregate in braces that is copied out of an address space is taken for its first member, and what
+    # follows for the next ones.
+    copied = {(error[1], error[2]) for error, *_ in blocks if _is_copied_member(error[4], structs)}
     lines = set()
     for error, *notes in blocks:
         message = error[4]
+        if _is_copy(message, notes) or (
+            (error[1], error[2]) in copied and re.search("narrow|excess|no viable|cannot init", message)
+        ):
+            continue
         # C++ has no address space on `this`; the translation keeps one version of such members.
         if skip_object_parameter and "object parameter" in message and "LILY_AS_" in message:
             continue
@@ -451,6 +461,23 @@ def _diagnostics(text: str, own: set[str], *, skip_object_parameter: bool = Fals
         elif (place[1], place[2]) not in lines:
             lines.add((place[1], place[2]))
             yield Diagnostic(place[1], int(place[2]), rule, text)
+
+
+def _is_copy(message: str, notes: Sequence[re.Match[str]]) -> bool:
+    """Whether clang misses the constructor that copies an aggregate out of an address space, as Metal does."""
+    missing = "no matching (?:constructor for initialization of|conversion for )"
+    crossing = "(the implicit copy constructor) not viable: cannot bind reference in address space"
+    return bool(re.match(missing, message)) and any(crossing in note[4] for note in notes)
+
+
+def _is_copied_member(message: str, structs: frozenset[str]) -> bool:
+    """Whether a member is to be made of one of ``structs`` in an address space."""
+    source = re.match(
+        r"(?:no viable conversion from|cannot initialize an? (?:member|array) .* of type) '([^']*)'",
+        _plain(message),
+    )
+    words = re.findall(r"\w+", re.sub("<.*", "", source[1])) if source else []
+    return bool(words) and words[-1] in structs and bool(lints.SPACES & set(words))
 
 
 # Rule and message of the assertions in the headers and edits, by their texts.

@@ -374,6 +374,87 @@ kernel void nested_braces(BUFFERS) {
   y[i] = pairs.both[1].a + row.r[1];
 }
 
+// Enumerations with a scope.
+enum class Order : ushort { up, down, };
+enum class Side { left, right };
+struct Choice {
+  enum class Kind { none, some = 5 };
+  Kind kind;
+  Side side;
+};
+template <Side side>
+inline float signed_by(float x) {
+  return side == Side::left ? -x : x;
+}
+kernel void enumerations(BUFFERS) {
+  enum class Inner { first = 1 };
+  Choice choice = {Choice::Kind::some, Side::right};
+  Order order = Order::down;
+  n[i] = int(choice.kind) + static_cast<int>(order) + int(Inner::first) + int(sizeof(Order));
+  y[i] = signed_by<Side::left>(y[i]);
+}
+
+// Aggregates stay aggregates, in every address space.
+struct Entry {
+  int a;
+  float b;
+};
+struct Entries {
+  Entry entries[2];
+  float rest;
+};
+struct Target {
+  thread float& to;
+};
+constant Entry entry_table[2] = {{1, 2}, {3, 4}};
+constant Entry entry_table_flat[] = {1, 2, 3, 4};
+constant constexpr Entry one_entry = {1, 2};
+inline Entry entry(int a) {
+  return {a, 1};
+}
+inline int first(Entry e) {
+  return e.a;
+}
+inline Entry loaded(const device Entry* from) {
+  return *from;
+}
+template <typename T>
+inline T loaded_from(const device T* from) {
+  return from[0];
+}
+kernel void aggregates(device Entry* e [[buffer(0)]], constant Entry& c [[buffer(1)]],
+                       uint i [[thread_position_in_grid]]) {
+  threadgroup Entry t[4];
+  Entry a = {.a = 1, .b = 2}, b{.a = 2}, f[2] = {1, 2, 3, 4};
+  Entry d0 = e[i], d1(e[i]), d2{e[i]}, d3 = c, d4 = static_cast<Entry>(c);
+  auto d5 = e[i];
+  Entries g = {e[i], e[i + 1], 2}, h = {{e[0], t[1]}, float(i)};
+  Entry both[2] = {e[0], c};
+  float x = 1;
+  Target target = {x}, other{x};
+  target.to = entry(2).b;
+  t[0] = e[i];
+  t[1] = a;
+  e[i] = e[i + 1];
+  e[i] = {1, 2};
+  e[i] = i > 4 ? e[0] : a;
+  a = t[1];
+  static_assert(one_entry.a == 1, "a constant");
+  e[i].a += first(e[1]) + first(c) + first(t[0]) + loaded(e).a + loaded_from(e).a + entry_table[1].a;
+  e[i].a += d0.a + d1.a + d2.a + d3.a + d4.a + d5.a + f[1].a + both[1].a + g.entries[1].a + h.entries[0].a + b.a;
+  e[i].b = x + other.to + entry_table_flat[1].b + Entry(e[i]).b;
+}
+
+// Elements of what has no name.
+inline float4 four() {
+  return float4(1);
+}
+kernel void elements_of_values(BUFFERS) {
+  float3x3 m(1);
+  y[i] = (v[i] + v[i])[2] + float4(1)[1] + v[i].xyz[1] + four()[1] + transpose(m)[0][1] + (m * m)[1].x;
+  y[i] += half4(2)[0];
+}
+
 // Stages of a render pipeline beside kernels, and what is called almost like them.
 struct Corner {
   float4 position [[position]];

@@ -237,6 +237,8 @@ class _Code:
                 if words[i - 1] != "alignas":
                     return None
             if words[i] in ("struct", "class"):
+                if words[i - 1] == "enum":
+                    return None
                 i += 1
                 while words[i] == "alignas":
                     i = self.match[i + 1] + 1
@@ -531,7 +533,7 @@ def _signature(code: _Code, i: int) -> tuple[str, int, int]:
         return "namespace", i, end
     if parameters and code.words[i] in ("{", ";"):
         return "function", i, end
-    if head & {"struct", "class", "union"} and code.words[i] == "{":
+    if head & {"struct", "class", "union"} and "enum" not in head and code.words[i] == "{":
         return "class", i, end
     return "other", i, end
 

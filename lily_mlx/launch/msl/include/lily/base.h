@@ -145,18 +145,21 @@ extern "C" __attribute__((weak, visibility("hidden"))) bfloat __truncsfbf2(float
 #define M_SQRT1_2_H half(M_SQRT1_2_F)
 
 #ifdef LILY_STRICT
-// Copies of X between address spaces; templates, so that X stays trivially copyable.
-#define LILY_CLASS(X) \
-  template <typename From> \
-    requires(lily::Elsewhere<From, X>) \
-  X(const From&); \
+// Copies of X between address spaces; templates, so that X stays trivially copyable. An aggregate gets assignments
+// only and stays one: clang's complaint that it has no constructor for the copy is for strict.py to drop.
+#define LILY_AGGREGATE(X) \
   template <typename From> \
     requires(lily::Elsewhere<From, X>) \
   X& operator=(const From&); \
   template <typename Self> \
     requires(lily::Elsewhere<Self, X>) \
   void operator=(this Self&, X);
-// A class inside a function has no member templates, and stays an aggregate: assignments only.
+#define LILY_CLASS(X) \
+  template <typename From> \
+    requires(lily::Elsewhere<From, X>) \
+  X(const From&); \
+  LILY_AGGREGATE(X)
+// A class inside a function has no member templates.
 #define LILY_LOCAL_CLASS(X) \
   X& operator=(const X&) = default; \
   X& operator=(const LILY_AS_device X&); \
@@ -164,26 +167,6 @@ extern "C" __attribute__((weak, visibility("hidden"))) bfloat __truncsfbf2(float
   X& operator=(const LILY_AS_threadgroup X&); \
   void operator=(this LILY_AS_device X&, X); \
   void operator=(this LILY_AS_threadgroup X&, X);
-// With these an aggregate is none any more, so a constructor takes its initialisers.
-#define LILY_AGGREGATE(X) \
-  X() = default; \
-  template <typename... A> \
-    requires(sizeof...(A) > 1) \
-  constexpr X(A...) {} \
-  template <typename A> \
-    requires(!__is_same(lily::plain<A>, X)) \
-  constexpr X(A) {} \
-  template <typename = void> \
-  constexpr X(LILY_INITIALISERS) {} \
-  template <typename = void> \
-  constexpr X(lily::braces) {} \
-  LILY_CLASS(X)
-// Two to sixteen initialisers, braces among them, which a template does not take.
-#define LILY_INITIALISERS \
-  lily::initialiser, lily::initialiser, lily::initialiser = {}, lily::initialiser = {}, \
-      lily::initialiser = {}, lily::initialiser = {}, lily::initialiser = {}, lily::initialiser = {}, \
-      lily::initialiser = {}, lily::initialiser = {}, lily::initialiser = {}, lily::initialiser = {}, \
-      lily::initialiser = {}, lily::initialiser = {}, lily::initialiser = {}, lily::initialiser = {}
 #endif
 
 namespace metal {
@@ -376,21 +359,6 @@ LILY_RT_INLINE constexpr T make(A&&... a) {
 }
 
 #ifdef LILY_STRICT
-// What initialises a member of an aggregate: a value, or braces around more of them. Braces in braces need a
-// class of their own.
-struct braces {
-  template <typename... T>
-    requires(sizeof...(T) > 0)
-  constexpr braces(T&&...) {}
-};
-struct initialiser {
-  constexpr initialiser() = default;
-  template <typename T>
-  constexpr initialiser(T&&) {}
-  constexpr initialiser(braces) {}
-  constexpr initialiser(LILY_INITIALISERS);
-};
-// Binds a reference to any object: what a threadgroup variable is, in a pass that never runs.
 struct anywhere {
   template <typename T>
   operator T&() const;

@@ -45,6 +45,9 @@ struct matrix {
   constexpr auto& operator[](this Self& self, int c) {
     return self.columns[c];
   }
+  constexpr vec<T, Rows> operator[](this matrix&& self, int c) {
+    return self.columns[c];
+  }
   LILY_CLASS(matrix)
 #else
   constexpr vec<T, Rows>& operator[](int c) {

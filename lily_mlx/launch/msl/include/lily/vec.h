@@ -191,6 +191,9 @@ struct swizzle {
   constexpr auto& operator[](this Self& self, size_t i) { \
     return self.v[i]; \
   } \
+  constexpr T operator[](this self_t&& self, size_t i) { \
+    return self.v[i]; \
+  } \
   template <typename Self, int... I> \
   constexpr auto lily_get(this const Self& self, lily::lanes<I...>) { \
     static_assert(((I < N) && ...), "lily swizzle-size"); \

@@ -1,0 +1,12 @@
+#include <metal_stdlib>
+using namespace metal;
+
+struct S {
+  int a;
+  float b;
+};
+
+kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  S s = {.c = 1};  // error: compile
+  x[i] = s.b;
+}
