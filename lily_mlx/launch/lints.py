@@ -394,7 +394,7 @@ _BANNED = {
 
 # Words that C++ takes for names; those of _FUNCTION_WORDS only stand before a function at namespace scope.
 _FUNCTION_WORDS = frozenset({"kernel", "vertex", "fragment"})
-_KEYWORDS = SPACES | _FUNCTION_WORDS | {"half", "bfloat"}
+_KEYWORDS = SPACES | _FUNCTION_WORDS | {"half", "bfloat", "ray_data", "object_data"}
 
 # Functions of a simdgroup or quadgroup that take one argument, or two.
 _GROUP_FUNCTION = re.compile(
@@ -1069,25 +1069,90 @@ def _automatic(s: Source, version: Version) -> Iterator[Finding]:
 def _recursion(s: Source) -> Iterator[Finding]:
     """Functions that reach themselves. Of overloaded names nothing is known, so they are left out."""
     bodies = [f for f in s.functions if len(f.body)]
-    names = [s.word(f.name) for f in bodies]
-    single = {name: f for name, f in zip(names, bodies, strict=True) if names.count(name) == 1}
-    calls: dict[str, dict[str, int]] = {}
-    for name, function in single.items():
-        called = calls[name] = {}
+    scopes = _scope_names(s)
+    keys = [(scopes[f.name], s.word(f.name)) for f in bodies]
+    names = [name for _, name in keys]
+    single = {key: f for key, f in zip(keys, bodies, strict=True) if keys.count(key) == 1}
+    alone = {key[1]: key for key in single if names.count(key[1]) == 1}
+    calls: dict[tuple[str, str], dict[tuple[str, str], int]] = {}
+    for key, function in single.items():
+        called = calls[key] = {}
         for i in function.body:
-            plain_call = s.word(i + 1) == "(" and s.word(i - 1) not in (".", "->", "::", "~")
-            if s.word(i) in single and plain_call and _is_call(s, i):
-                called.setdefault(s.word(i), i)
-    for name in single:
-        stack, seen = [(callee, at) for callee, at in calls[name].items()], {name}
+            callee = _callee(s, i, key[0], function, alone)
+            if callee in single:
+                called.setdefault(callee, i)
+    for key in single:
+        stack, seen = [(callee, at) for callee, at in calls[key].items()], {key}
         while stack:
             callee, at = stack.pop()
-            if callee == name:
-                yield calls[name].get(name, at), "recursion", f"'{name}' calls itself"
+            if callee == key:
+                name = "operator()" if key[1] == ")" else key[1]
+                yield calls[key].get(key, at), "recursion", f"'{name}' calls itself"
                 break
             if callee not in seen:
                 seen.add(callee)
                 stack += calls[callee].items()
+
+
+def _callee(
+    s: Source, i: int, scope: str, caller: Function, alone: dict[str, tuple[str, str]]
+) -> tuple[str, str]:
+    """(scope, name) of what is called at token i of a function that is in ``scope``; ("", "") if nothing is.
+
+    A call with template arguments counts if they are the caller's own: others need not come back to it.
+    ``alone`` are the functions whose names are in one scope only.
+    """
+    name, before = s.word(i), s.word(i - 1)
+    if name == ")":  # the name of operator()
+        is_own = [s.word(j) for j in range(i - 3, i + 2)] == ["(", "*", "this", ")", "("]
+        return (scope, name) if is_own else ("", "")
+    if s.kind(i) != "word" or before in (".", "~") or not _is_call(s, i):
+        return "", ""
+    if s.word(i + 1) == "<" and s.word(caller.head.start - 1) == ">":
+        after = s.after_angles(i + 1)
+        arguments = [s.word(j) for j in range(i + 2, after - 1) if s.word(j) != ","]
+        if s.word(after) != "(" or arguments != _template_names(s, caller):
+            return "", ""
+    elif s.word(i + 1) != "(":
+        return "", ""
+    if before == "->":
+        return (scope, name) if s.word(i - 2) == "this" else ("", "")
+    if before == "::":
+        return (s.word(i - 2) if s.kind(i - 2) == "word" else "", name)
+    if caller.scope == "class" and name not in alone:
+        return scope, name
+    return alone.get(name, ("", ""))
+
+
+def _template_names(s: Source, function: Function) -> list[str]:
+    """The names in the template list before a function: of types and of values."""
+    start = end = function.head.start - 1
+    while start > 0 and s.word(start) != "template":
+        start -= 1
+    parts = [[s.word(j) for j in part] for part in s.split(start + 2, end)]
+    return [part[part.index("=") - 1 if "=" in part else -1] for part in parts]
+
+
+def _scope_names(s: Source) -> dict[int, str]:
+    """The name of the namespace or class that each function is in, by the position of the function's name."""
+    names: dict[int, str] = {}
+    functions = {function.name for function in s.functions}
+    stack = [""]
+    for i, token in enumerate(s.tokens):
+        if token.text == "{":
+            name, j = stack[-1], i - 1
+            inside = s.scopes[i + 1] if i + 1 < len(s.scopes) else ""
+            while inside in ("namespace", "class") and j > 0 and s.word(j) not in (";", "{", "}"):
+                if s.word(j) in ("namespace", "struct", "class", "union") and s.word(j - 1) not in ("<", ","):
+                    name = s.word(j + 1)
+                    break
+                j -= 1
+            stack.append(name)
+        elif token.text == "}" and len(stack) > 1:
+            stack.pop()
+        if i in functions:
+            names[i] = stack[-1]
+    return names
 
 
 def _is_call(s: Source, i: int) -> bool:

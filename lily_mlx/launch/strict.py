@@ -464,7 +464,7 @@ def _diagnostics(
 
 
 def _is_copy(message: str, notes: Sequence[re.Match[str]]) -> bool:
-    """Whether clang misses the constructor that copies an aggregate out of an address space, as Metal does."""
+    """Whether clang misses the constructor that copies an aggregate out of an address space."""
     missing = "no matching (?:constructor for initialization of|conversion for )"
     crossing = "(the implicit copy constructor) not viable: cannot bind reference in address space"
     return bool(re.match(missing, message)) and any(crossing in note[4] for note in notes)

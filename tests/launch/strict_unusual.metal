@@ -445,6 +445,40 @@ kernel void aggregates(device Entry* e [[buffer(0)]], constant Entry& c [[buffer
   e[i].b = x + other.to + entry_table_flat[1].b + Entry(e[i]).b;
 }
 
+// Calls that look like recursion and are none.
+namespace own {
+inline float exp(float x) {
+  return metal::exp(x);
+}
+}  // namespace own
+template <int N>
+inline float sum_of(thread const float* x) {
+  if constexpr (N == 0) {
+    return 0;
+  } else {
+    return x[N - 1] + sum_of<N - 1>(x);
+  }
+}
+struct Inner {
+  float scaled(float x) const thread {
+    return x * 2;
+  }
+};
+struct Outer {
+  Inner inner;
+  float scaled(float x) const thread {
+    return inner.scaled(x);
+  }
+  float operator()(float x) const thread {
+    return scaled(x);
+  }
+};
+kernel void no_recursion(BUFFERS) {
+  float two[2] = {1, 2};
+  Outer outer;
+  y[i] = own::exp(y[i]) + sum_of<2>(two) + outer(y[i]);
+}
+
 // Elements of what has no name.
 inline float4 four() {
   return float4(1);
