@@ -49,6 +49,7 @@ from .hostrt.process import (
     CONTROL_BYTES,
     PAGE,
     BufferSpec,
+    LoadError,
     Report,
     Worker,
     WorkerLostError,
@@ -451,16 +452,25 @@ class HostKernel:
             def source() -> str:
                 return _translated(_inline_includes(metal, "kernel", set(_mlx_prefix()[1]))) + entry
 
+            def compiled() -> Path:
+                try:
+                    return compiler.kernel_library(
+                        compiler.Source(_language_digest(), _prefix_source),
+                        compiler.Source(metal + entry, source),
+                        (INCLUDE_DIR,),
+                        build,
+                    )
+                except compiler.CompilerError as failure:
+                    raise _compile_error(self.name, str(failure)) from None
+
+            found = compiled()
             try:
-                found = compiler.kernel_library(
-                    compiler.Source(_language_digest(), _prefix_source),
-                    compiler.Source(metal + entry, source),
-                    (INCLUDE_DIR,),
-                    build,
-                )
-            except compiler.CompilerError as failure:
-                raise _compile_error(self.name, str(failure)) from None
-            used = thread_worker().load(found).threadgroup_bytes
+                used = thread_worker().load(found).threadgroup_bytes
+            except LoadError:
+                # What a crash or a full disk left in the cache.
+                found.unlink(missing_ok=True)
+                found = compiled()
+                used = thread_worker().load(found).threadgroup_bytes
             if used > MAX_THREADGROUP_BYTES:
                 raise CompileError(
                     f"{used} bytes of threadgroup memory; Metal has {MAX_THREADGROUP_BYTES}", kernel=self.name

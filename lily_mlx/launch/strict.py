@@ -393,7 +393,9 @@ def _precompiled(headers: str, version: Version) -> Path:
 
 
 def _defines(version: Version) -> list[str]:
-    return [f"-D__METAL_VERSION__={version[0]}{version[1]}0", "-D__METAL__=1", "-D__METAL_MACOS__=1"]
+    bfloat = ["-D__HAVE_BFLOAT__=1"] if version >= (3, 1) else []
+    number = f"{version[0]}{version[1]}0"
+    return [f"-D__METAL_VERSION__={number}", "-D__METAL__=1", "-D__METAL_MACOS__=1", *bfloat]
 
 
 def _preprocess(text: str, own: set[str], version: Version) -> tuple[str, list[Diagnostic]]:

@@ -479,6 +479,13 @@ kernel void no_recursion(BUFFERS) {
   y[i] = own::exp(y[i]) + sum_of<2>(two) + outer(y[i]);
 }
 
+#ifdef __HAVE_BFLOAT__
+typedef bfloat brain;
+#endif
+kernel void bfloats(device brain* b [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  b[i] = brain(1.5f);
+}
+
 // Elements of what has no name.
 inline float4 four() {
   return float4(1);

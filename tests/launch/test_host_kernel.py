@@ -480,6 +480,12 @@ def test_arithmetic_on_what_was_never_written_may_be_dropped(body, schedule):
     assert out.tolist() == [15, 18] + [0] * 62
 
 
+def test_the_macros_of_metal_are_there():
+    body = "#if defined(__HAVE_BFLOAT__) && __METAL_VERSION__ >= 310\nout[0] = bfloat(1.5f);\n#endif"
+    (out,) = run(body, [], shapes=[(1,)], dtypes=[mx.float32], grid=(1, 1, 1))
+    assert out.item() == 1.5
+
+
 def test_stands_in_for_mlx_directly(monkeypatch):
     """The pattern a kernel author would try first: the replacement must not find itself."""
     monkeypatch.setattr(mx.fast, "metal_kernel", host.metal_kernel)

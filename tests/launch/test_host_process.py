@@ -162,22 +162,52 @@ def test_a_forked_child_gets_its_own_worker():
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60)
 
 
+FRESH = (
+    "import mlx.core as mx\nfrom lily_mlx.launch import host\n"
+    "k = host.metal_kernel('fresh', ['a'], ['out'], 'out[thread_position_in_grid.x] = a[0] + 1;')\n"
+    "print(k(inputs=[mx.ones((8,))], grid=(8, 1, 1), threadgroup=(8, 1, 1), output_shapes=[(8,)],"
+    " output_dtypes=[mx.float32])[0].tolist())\n"
+)
+
+
 def test_processes_share_the_cache(tmp_path):
     """Three processes compile the same kernel into one empty cache at once."""
-    code = (
-        "import mlx.core as mx\nfrom lily_mlx.launch import host\n"
-        "k = host.metal_kernel('fresh', ['a'], ['out'], 'out[thread_position_in_grid.x] = a[0] + 1;')\n"
-        "print(k(inputs=[mx.ones((8,))], grid=(8, 1, 1), threadgroup=(8, 1, 1), output_shapes=[(8,)],"
-        " output_dtypes=[mx.float32])[0].tolist())\n"
-    )
     environment = {**os.environ, "LILY_CACHE_DIR": str(tmp_path)}
     running = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", FRESH], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
     assert [p.communicate(timeout=120)[0].strip() for p in running] == [str([2.0] * 8)] * 3
     assert not list((tmp_path / "host").glob("build-*"))
     assert len(list((tmp_path / "host").glob("*.so"))) == 2  # the worker and the kernel
+
+
+@pytest.mark.parametrize("damage", [lambda old: b"", lambda old: b"junk" * 99, lambda old: old[:1000]])
+def test_a_damaged_library_in_the_cache_is_made_again(tmp_path, damage):
+    """Each of the two at a time, the worker and the kernel."""
+    environment = {**os.environ, "LILY_CACHE_DIR": str(tmp_path)}
+
+    def out():
+        run = [sys.executable, "-c", FRESH]
+        return subprocess.run(
+            run, env=environment, stdout=subprocess.PIPE, text=True, timeout=120
+        ).stdout.strip()
+
+    assert out() == str([2.0] * 8)
+    made = sorted((tmp_path / "host").glob("*.so"))
+    assert len(made) == 2
+    for path in made:
+        size = path.stat().st_size
+        path.write_bytes(damage(path.read_bytes()))
+        assert out() == str([2.0] * 8)
+        assert path.stat().st_size == size
+
+
+def test_a_library_that_cannot_be_loaded_is_named(tmp_path):
+    path = tmp_path / "kernel.so"
+    path.write_bytes(b"junk")
+    with pytest.raises(process.LoadError, match=str(path)):
+        process.Worker().load(path)
 
 
 def test_without_a_compiler_it_says_what_to_install(monkeypatch):

@@ -182,17 +182,28 @@ def _cached(key: str, suffix: str, make: Callable[[Path, Path], object]) -> Path
     Threads of this process wait for one another; processes may make a file twice, and the last rename wins.
     """
     target = cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}{suffix}"
-    if target.exists():
+    if _is_made(target):
         return target
     with _locks_guard:
         lock = _locks.setdefault(target.name, threading.Lock())
     with lock:
-        if not target.exists():
+        if not _is_made(target):
             with _build_folder(target.parent) as folder:
                 made = Path(folder) / f"made{suffix}"
                 make(Path(folder), made)
                 os.replace(made, target)
     return target
+
+
+def _is_made(target: Path) -> bool:
+    """Whether the file is there; a full disk may have left an empty one."""
+    return target.exists() and target.stat().st_size > 0
+
+
+def discard_worker() -> None:
+    """Remove the compiled worker from the cache, so that the next one is made again."""
+    worker_library().unlink(missing_ok=True)
+    worker_library.cache_clear()
 
 
 def _build_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:

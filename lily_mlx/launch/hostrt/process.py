@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import BackendUnavailableError
-from .compiler import worker_library
+from .compiler import discard_worker, worker_library
 
 PAGE = mmap.PAGESIZE
 CONTROL_BYTES = 65536
@@ -77,6 +77,10 @@ class WorkerLostError(Exception):
     """The worker ended without a report."""
 
 
+class LoadError(BackendUnavailableError):
+    """A compiled kernel cannot be loaded: its file, or the worker's, is damaged."""
+
+
 class Loaded(NamedTuple):
     """A kernel in a worker: its number there, and its threadgroup memory in bytes."""
 
@@ -126,7 +130,11 @@ class Worker:
         self._bytes = n_bytes
 
     def load(self, library: Path) -> Loaded:
-        """The kernel of a shared library, loaded at the first call."""
+        """The kernel of a shared library, loaded at the first call.
+
+        Raises:
+            LoadError: it cannot be loaded.
+        """
         if self._process is not None and self._process.poll() is not None:
             self._stop()  # something else killed it between two launches
         if self._process is None:
@@ -134,9 +142,14 @@ class Worker:
         if (found := self._loaded.get(library)) is None:
             path = os.fsencode(library)
             request = _REQUEST.pack(_LOAD, *(0,) * 14, path)
-            status, fields = self._exchange(request, 60.0)
+            try:
+                status, fields = self._exchange(request, 60.0)
+            except WorkerLostError:
+                discard_worker()  # which may be why
+                raise LoadError(f"cannot load {library}: the worker process ended; delete the file") from None
             if status != b"O":
-                raise BackendUnavailableError(f"cannot load a compiled kernel: {_text(fields[-1])}")
+                reason = _text(fields[-1]) or "the file is damaged"
+                raise LoadError(f"cannot load {library}: {reason}; delete the file")
             found = self._loaded[library] = Loaded(fields[13], fields[14])
         return found
 

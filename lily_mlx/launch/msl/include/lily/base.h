@@ -13,6 +13,9 @@
 #define __METAL_VERSION__ 400
 #endif
 #define __METAL__ 1
+#if __METAL_VERSION__ >= 310 && !defined(__HAVE_BFLOAT__)
+#define __HAVE_BFLOAT__ 1
+#endif
 #define METAL_FUNC inline
 
 // What is in constant memory is constant; `constant const int*` says so twice.
