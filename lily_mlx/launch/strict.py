@@ -418,7 +418,11 @@ def _compile(parsed: lints.Source, own: set[str], version: Version) -> list[Diag
     # The classes of the translation are no constants: of them nothing can be said.
     constants = lints.plain_constants(parsed)
     structs = frozenset(lints.structs(parsed))
-    found = set(_diagnostics(errors, own, skip_object_parameter=bool(qualified_this), structs=structs))
+    found = set(
+        _diagnostics(
+            errors, own, skip_object_parameter=bool(qualified_this), structs=structs, compiled=translated
+        )
+    )
     return sorted(d for d in found if d.rule != "constant-init" or (d.file, d.line) in constants)
 
 
@@ -428,9 +432,17 @@ _SPACE_NAME = {"1": "device", "2": "constant", "3": "threadgroup"}
 
 
 def _diagnostics(
-    text: str, own: set[str], *, skip_object_parameter: bool = False, structs: frozenset[str] = frozenset()
+    text: str,
+    own: set[str],
+    *,
+    skip_object_parameter: bool = False,
+    structs: frozenset[str] = frozenset(),
+    compiled: str = "",
 ) -> Iterator[Diagnostic]:
-    """Errors in clang's output. An error inside a header counts where the source led there."""
+    """Errors in clang's output. An error inside a header counts where the source led there.
+
+    ``structs`` are the classes of the source, and ``compiled`` is what clang read.
+    """
     blocks: list[list[re.Match[str]]] = []
     for match in _MESSAGE.finditer(text):
         if "error" in match[3]:
@@ -439,7 +451,7 @@ def _diagnostics(
             blocks[-1].append(match)
     # An aggregate in braces that is copied out of an address space is taken for its first member, and what
     # follows for the next ones.
-    copied = {(error[1], error[2]) for error, *_ in blocks if _is_copied_member(error[4], structs)}
+    copied = _copied_members((error for error, *_ in blocks), structs, compiled)
     lines = set()
     for error, *notes in blocks:
         message = error[4]
@@ -472,14 +484,31 @@ def _is_copy(message: str, notes: Sequence[re.Match[str]]) -> bool:
     return bool(re.match(missing, message)) and any(crossing in note[4] for note in notes)
 
 
-def _is_copied_member(message: str, structs: frozenset[str]) -> bool:
-    """Whether a member is to be made of one of ``structs`` in an address space."""
-    source = re.match(
-        r"(?:no viable conversion from|cannot initialize an? (?:member|array) .* of type) '([^']*)'",
-        _plain(message),
-    )
-    words = re.findall(r"\w+", re.sub("<.*", "", source[1])) if source else []
-    return bool(words) and words[-1] in structs and bool(lints.SPACES & set(words))
+def _copied_members(
+    errors: Iterable[re.Match[str]], structs: frozenset[str], text: str
+) -> set[tuple[str, str]]:
+    """(file, line) where a member is to be made of one of ``structs`` in an address space.
+
+    Not where a variable is: there the type stands before the place of the error.
+    """
+    found = []
+    for error in errors:
+        source = re.match(
+            r"(?:no viable conversion from|cannot initialize an? (?:member|array) .* of type) '([^']*)'",
+            _plain(error[4]),
+        )
+        words = re.findall(r"\w+", re.sub("<.*", "", source[1])) if source else []
+        if words and words[-1] in structs and lints.SPACES & set(words):
+            found.append(error)
+    if not found:
+        return set()
+    lines = {(file, str(number)): line for number, file, line in numbered(text, "")}
+
+    def is_variable(error: re.Match[str]) -> bool:
+        column = int(error[0].removeprefix(f"{error[1]}:{error[2]}:").split(":")[0])
+        return bool(re.search(r"[\w>]\s+$", lines.get((error[1], error[2]), "")[: column - 1]))
+
+    return {(error[1], error[2]) for error in found if not is_variable(error)}
 
 
 # Rule and message of the assertions in the headers and edits, by their texts.

@@ -75,6 +75,10 @@ NOT_REPORTED = {
     "a sum of unsigned that wraps": "uint k = 4294967290u + i;\nout[i] = x[k % 64];",
     "a large stride that wraps": "uint stride = 1u << 25, k = i * stride * 4;\nout[i] = x[k % 64];",
     "a stride like a random generator's": "uint n = 151669, k = i * 65000 * n;\nout[i] = x[k % 64];",
+    "what was never written, compared with one number": "threadgroup int t[64];\nout[i] = t[i] == 3 ? 1 : 0;",
+    "an overflow in 8 or 16 bits": (
+        "short a = short(x[i]) + 30000, b = a * 3;\nchar c = int(x[i]) * 100;\nout[i] = b + c;"
+    ),
     "a wrong index inside a buffer": "out[i] = x[i == 7 ? 8 : i];",
 }
 
@@ -89,6 +93,10 @@ REPORTED_THOUGH_ALLOWED = {
     "a float sum with atomics": (
         "atomic_fetch_add_explicit(&out[0], x[i] * 0.1f, memory_order_relaxed);",
         host.ScheduleDependence,
+    ),
+    "a hash with a small multiplier": (
+        "uint h = i + 1;\nfor (int k = 0; k < 4; ++k) h = uint(k) + h * 65599u;\nout[i] = h % 1000;",
+        host.IndexOverflow,
     ),
     "a simd operation of some lanes": (
         "float s = x[i];\nif (i % 32 < 16) s = simd_sum(s);\nout[i] = s;",
