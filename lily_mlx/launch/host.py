@@ -308,7 +308,12 @@ class HostKernel:
             if check:
                 launch.compare(first, run(library, *how, _POISONS[1], "start"))
                 if math.prod(grid) <= ZEROED_THREADS:
-                    launch.compare(first, launch.run(library, *how, (0, 0), "end"))
+                    try:
+                        launch.compare(first, launch.run(library, *how, (0, 0), "end"))
+                    except KernelCrash as crash:
+                        # With the poisons nothing was divided by zero: this zero is of this run's making.
+                        if "division by zero" not in str(crash):
+                            raise
         if (record := _recorder.get()) is not None:
             record.append(_Launch(self.name, self.output_names, tuple(output_dtypes), tuple(first)))
         outputs = [
