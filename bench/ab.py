@@ -39,6 +39,7 @@ from lily_mlx.errors import UsageError
 from . import arms as arms_module
 from . import costs, gate, record
 from .arms import Arm
+from .files import write_text
 
 SETTINGS_FILE = "run.json"
 DEFAULT_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -130,10 +131,17 @@ class Output:
         self.run = uuid.uuid4().hex[:12]
 
     def begin(self) -> None:
-        """Make the folder, with a description that a resumed run is held against."""
-        self.described.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"run": self.run, **self.wanted}, indent=2) + "\n"
-        self.described.write_text(text, encoding="utf-8")
+        """Make the folder, with a description that a resumed run is held against.
+
+        Raises:
+            UsageError: it cannot be made.
+        """
+        folder = self.described.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{folder} cannot be made: {error.strerror}") from None
+        write_text(self.described, json.dumps({"run": self.run, **self.wanted}, indent=2) + "\n")
 
     def add(self, line: record.Record) -> None:
         """Write a measurement."""

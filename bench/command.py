@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lily_mlx import engine
 from lily_mlx.errors import LilyError, UsageError
 
+from .files import check_file, check_folder
+
 if TYPE_CHECKING:
     from .ab import Comparison
 
@@ -121,6 +123,11 @@ def run_compare(args: argparse.Namespace) -> int:
     """``lily-mlx bench compare``. Returns the exit status."""
     from . import compare, record
 
+    if args.plots:
+        check_folder("--plots", args.plots)
+    for file in args.markdown:
+        check_file("--markdown", file)
+        compare.check_markdown(file)
     groups = compare.groups([line for path in args.files for line in record.read(path)], args.baseline)
     compare.print_tables(groups)
     images = _draw(groups, args.plots) if args.plots else {}
@@ -140,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
     from . import gate
 
     started = time.monotonic()
+    comparison = None
     try:
         comparison, watch = _prepare(args, started)
         with watch:
@@ -148,6 +156,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"lily-mlx: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        if comparison is None or not comparison.output.done:
+            raise
         print(f"\ninterrupted; what is measured is in {args.output}: --resume goes on", file=sys.stderr)
         return 130
     if not finished:
@@ -210,10 +220,7 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 <= value < math.inf:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be seconds, at least 0")
-    if args.output.exists() and not args.output.is_dir():
-        raise UsageError(
-            f"--output is {str(args.output)!r}, which is a file; it must be a folder or a new name"
-        )
+    check_folder("--output", args.output)
 
 
 def _phases(text: str) -> list[str]:

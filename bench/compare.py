@@ -21,6 +21,7 @@ from rich.table import Table as RichTable
 from lily_mlx.errors import UsageError
 
 from .ablations import ABLATIONS, Ablation
+from .files import write_text
 from .record import PHASES, Record
 
 LILY, WITHOUT, CHUNKS = "lily", "lily-without-", "prompt_chunks"
@@ -383,31 +384,46 @@ def write_markdown(groups: Sequence[Group], file: Path, images: Mapping[int, Map
 
     Args:
         groups: what to write.
-        file: if it exists and has the two marker comments, only what lies between them is replaced; where the
-            first says ``summary``, by each phase's table of medians alone, of runs with nothing switched off.
+        file: if it exists it has the two marker comments, and only what lies between them is replaced; where
+            the first says ``summary``, by each phase's table of medians alone, of runs with nothing switched
+            off.
         images: for the index of a group, the light variant of each plot by what it shows; the dark one lies
             beside it.
 
     Raises:
         UsageError: the file cannot be written.
     """
+    before, begin, after = check_markdown(file)
+    if begin == _BEGIN_SUMMARY:
+        parts = [_summary_markdown(group) for group in groups if not group.gains]
+    else:
+        parts = [_markdown(group, images.get(i, {}), file) for i, group in enumerate(groups)]
+    block = "\n".join(parts)
+    write_text(file, f"{before}{begin}\n\n{block}\n{_END}\n{after}")
+
+
+def check_markdown(file: Path) -> tuple[str, str, str]:
+    """What comes before the first marker comment of a page, that comment, and what comes after the second.
+
+    Raises:
+        UsageError: the file exists and is not such a page.
+    """
+    if not file.exists():
+        return "", _BEGIN, ""
     try:
-        before, after, begin = "", "", _BEGIN
-        if file.exists():
-            text = file.read_text(encoding="utf-8")
-            begin = _BEGIN_SUMMARY if _BEGIN_SUMMARY in text else _BEGIN
-            head, opened, rest = text.partition(begin)
-            _, closed, tail = rest.partition(_END)
-            if opened and closed:
-                before, after = head, tail.removeprefix("\n")
-        if begin == _BEGIN_SUMMARY:
-            parts = [_summary_markdown(group) for group in groups if not group.gains]
-        else:
-            parts = [_markdown(group, images.get(i, {}), file) for i, group in enumerate(groups)]
-        block = "\n".join(parts)
-        file.write_text(f"{before}{begin}\n\n{block}\n{_END}\n{after}", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}") from None
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UsageError(f"{file} cannot be read: {reason}") from None
+    begin = _BEGIN_SUMMARY if _BEGIN_SUMMARY in text else _BEGIN
+    before, opened, rest = text.partition(begin)
+    _, closed, after = rest.partition(_END)
+    if not (opened and closed):
+        raise UsageError(
+            f"{file} exists and has no lines {_BEGIN} and {_END} for the tables to go between; "
+            "add them, or name a new file"
+        )
+    return before, begin, after.removeprefix("\n")
 
 
 def _summary_markdown(group: Group) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ from lily_mlx.ops.trust import distrust
 from lily_mlx.step import Turn, decode_step
 
 from . import costs, random_weights
-from .numerics import write_json
+from .files import check_file, write_text
 from .oracle import twin
 
 __all__ = ["add_parser", "report", "run", "trace_pass", "weightless"]
@@ -282,8 +283,8 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name} is {value}; it must be at least {low}")
     if args.bandwidth is not None and not args.bandwidth > 0:
         raise UsageError(f"--bandwidth is {args.bandwidth}; it must be above 0 GB/s")
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise UsageError(f"--json is {str(args.json)!r}, whose folder does not exist")
+    if args.json:
+        check_file("--json", args.json)
     engine.require_mlx()
     if args.model:
         model = _from_checkpoint(args.model)
@@ -294,7 +295,7 @@ def run(args: argparse.Namespace) -> int:
         model, args.phase, tokens, context, bandwidths
     )
     if args.json:
-        write_json(args.json, found)
+        write_text(args.json, json.dumps(found, indent=1) + "\n")
     _print(found, args.top)
     return 0
 

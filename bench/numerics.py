@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,10 +34,11 @@ from lily_mlx import checkpoint, engine
 from lily_mlx.counters import counts
 from lily_mlx.errors import LilyError, UsageError
 
+from .files import check_file, write_text
 from .oracle import bridged_scan, fp32_oracle, require_fp32_products, twin
 from .record import environment
 
-__all__ = ["add_parser", "compare", "measure", "run", "teacher_forced", "write_json"]
+__all__ = ["add_parser", "compare", "measure", "run", "teacher_forced"]
 
 HELDOUT = Path(__file__).parents[1] / "tests" / "data" / "heldout.txt"
 """Text that the tiny checkpoint never saw; only a checkout has it."""
@@ -362,7 +362,7 @@ def run(args: argparse.Namespace) -> int:
         row, at = entry["worst_sequence"], entry["worst_position"]
         entry["worst_after"] = tokenizer.decode(sequences[row, max(0, at - 11) : at + 1].tolist())
     if args.json:
-        write_json(args.json, found)
+        write_text(args.json, json.dumps(found, indent=1) + "\n")
     _print(found)
     return 0
 
@@ -393,8 +393,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.reference and (args.text or args.turns):
         raise UsageError("--reference brings its own tokens; leave out --text and --turns")
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise UsageError(f"--json is {str(args.json)!r}, whose folder does not exist")
+    if args.json:
+        check_file("--json", args.json)
 
 
 def _load(path_or_repo: str) -> tuple[nn.Module, Any]:
@@ -544,16 +544,6 @@ def _progress(total: int) -> Iterator[Advance]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda positions: bar.update(task, advance=positions)
-
-
-def write_json(file: Path, data: Any) -> None:
-    """Write ``data`` so that the file is whole or not there: into a file beside it, which is then renamed."""
-    unfinished = file.with_name(file.name + ".part")
-    try:
-        unfinished.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        os.replace(unfinished, file)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _settings(args: argparse.Namespace, sequences: np.ndarray, bridged: bool) -> dict[str, Any]:

@@ -58,7 +58,10 @@ def _draw_group(group: Group, folder: Path, slug: str) -> dict[str, Path]:
             path = folder / f"{slug}-{name}-{theme}.png"
             with _style(theme):
                 drawn: Figure = figure()
-                drawn.savefig(path, dpi=160, transparent=True)
+                try:
+                    drawn.savefig(path, dpi=160, transparent=True)
+                except OSError as error:
+                    raise UsageError(f"{path} cannot be written: {error.strerror}") from None
                 _close(drawn)
         images[title] = folder / f"{slug}-{name}-light.png"
     return images

@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 import lily_mlx
+from lily_mlx.engine import one_line_errors
 from lily_mlx.errors import LilyError
 
 TINY = Path(__file__).parent / "tiny-qwen3_6-moe-4bit"
@@ -48,9 +49,10 @@ def main():
         console.print(f"[bold]--engine {name}[/bold]  {args.model}")
         started = time.perf_counter()
         try:
-            results[name] = generate(load, args.model, args.prompt, args.max_tokens)
+            with one_line_errors(args.model):
+                results[name] = generate(load, args.model, args.prompt, args.max_tokens)
         except LilyError as error:
-            sys.exit(f"error: {error}")
+            parser.error(str(error))
         console.print(Panel(escape(results[name][1].strip()), title=f"{time.perf_counter() - started:.1f} s"))
 
     table = Table(title="one run of each engine: a look, not a benchmark")

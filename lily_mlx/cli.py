@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(end="", flush=True)
     except LilyError as error:
         fail(error)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # Whoever read our output has gone. The interpreter flushes once more at its end: let it have a place.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

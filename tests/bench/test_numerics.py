@@ -411,12 +411,3 @@ def test_an_interruption_leaves_nothing(tmp_path, monkeypatch, capsys):
     assert args.run(args) == 130
     assert "nothing was written" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    file = tmp_path / "x.json"
-    numerics.write_json(file, {"a": 1})
-    with pytest.raises(TypeError):
-        numerics.write_json(file, {"a": object()})
-    assert json.loads(file.read_text()) == {"a": 1}
-    assert list(tmp_path.iterdir()) == [file]
