@@ -385,8 +385,8 @@ def write_markdown(groups: Sequence[Group], file: Path, images: Mapping[int, Map
     Args:
         groups: what to write.
         file: if it exists it has the two marker comments, and only what lies between them is replaced; where
-            the first says ``summary``, by each phase's table of medians alone, of runs with nothing switched
-            off.
+            the first says ``summary``, by each phase's table of medians and plot of speeds alone, of runs
+            with nothing switched off.
         images: for the index of a group, the light variant of each plot by what it shows; the dark one lies
             beside it.
 
@@ -395,7 +395,11 @@ def write_markdown(groups: Sequence[Group], file: Path, images: Mapping[int, Map
     """
     before, begin, after = check_markdown(file)
     if begin == _BEGIN_SUMMARY:
-        parts = [_summary_markdown(group) for group in groups if not group.gains]
+        parts = [
+            _summary_markdown(group, images.get(i, {}), file)
+            for i, group in enumerate(groups)
+            if not group.gains
+        ]
     else:
         parts = [_markdown(group, images.get(i, {}), file) for i, group in enumerate(groups)]
     block = "\n".join(parts)
@@ -426,9 +430,10 @@ def check_markdown(file: Path) -> tuple[str, str, str]:
     return before, begin, after.removeprefix("\n")
 
 
-def _summary_markdown(group: Group) -> str:
+def _summary_markdown(group: Group, images: Mapping[str, Path], file: Path) -> str:
     tables = [summary(group, phase) for phase in PHASES if group.lengths(phase)]
-    return "\n".join([f"{describe(group.facts)}.\n", *map(_markdown_table, tables)])
+    speeds = {title: light for title, light in images.items() if "throughput" in title}
+    return "\n".join([f"{describe(group.facts)}.\n", *map(_markdown_table, tables), *_pictures(speeds, file)])
 
 
 def _markdown(group: Group, images: Mapping[str, Path], file: Path) -> str:
@@ -437,17 +442,24 @@ def _markdown(group: Group, images: Mapping[str, Path], file: Path) -> str:
     parts = [f"**{group.facts['chip']}{what}.** {describe(group.facts)}.\n"]
     parts += [f"    {command}\n" for command in group.commands]
     parts += [_markdown_table(table) for table in first]
-    for title, light in images.items():
-        dark = light.with_name(light.name.replace("-light.", "-dark."))
-        link, dark_link = (Path(os.path.relpath(p, file.parent)).as_posix() for p in (light, dark))
-        parts.append(
-            f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark_link}">'
-            f'<img alt="{title}" src="{link}" width="720"></picture>\n'
-        )
+    parts += _pictures(images, file)
     parts.append("<details><summary>Spread, limits and memory</summary>\n")
     parts += [_markdown_table(table) for table in closer]
     parts.append("</details>\n")
     return "\n".join(parts)
+
+
+def _pictures(images: Mapping[str, Path], file: Path) -> list[str]:
+    """Links from ``file`` to plots, each in the reader's colours."""
+    pictures = []
+    for title, light in images.items():
+        dark = light.with_name(light.name.replace("-light.", "-dark."))
+        link, dark_link = (Path(os.path.relpath(p, file.parent)).as_posix() for p in (light, dark))
+        pictures.append(
+            f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark_link}">'
+            f'<img alt="{title}" src="{link}" width="720"></picture>\n'
+        )
+    return pictures
 
 
 def _markdown_table(table: Table) -> str:
