@@ -302,14 +302,14 @@ class HostKernel:
             first = launch.initial_outputs()
         else:
             library = self._library(variant, "checked" if check else "plain")
-            how = grid, threadgroup, order, time_limit, check
+            how = _How(library, grid, threadgroup, order, time_limit, check)
             run = launch.run_without_wraps if check else launch.run
-            first = run(library, *how, _POISONS[0], "end")
+            first = run(how, _POISONS[0], "end")
             if check:
-                launch.compare(first, run(library, *how, _POISONS[1], "start"))
+                launch.compare(first, run(how, _POISONS[1], "start"))
                 if math.prod(grid) <= ZEROED_THREADS:
                     try:
-                        launch.compare(first, launch.run(library, *how, (0, 0), "end"))
+                        launch.compare(first, launch.run(how, (0, 0), "end"))
                     except KernelCrash as crash:
                         # With the poisons nothing was divided by zero: this zero is of this run's making.
                         if "division by zero" not in str(crash):
@@ -614,6 +614,17 @@ def _compile_error(kernel: str, log: str) -> CompileError:
 # ----------------------------------------------------------------------------------------- buffers
 
 
+class _How(NamedTuple):
+    """What all runs of a launch have in common."""
+
+    library: Path
+    grid: tuple[int, int, int]
+    threadgroup: tuple[int, int, int]
+    schedule: tuple[int, int]
+    time_limit: float
+    check: bool
+
+
 class _Arguments:
     """The buffers of one call: their values, where they lie in the arena, and what came back."""
 
@@ -671,16 +682,7 @@ class _Arguments:
         return outputs
 
     def run(
-        self,
-        library: Path,
-        grid: tuple[int, int, int],
-        threadgroup: tuple[int, int, int],
-        schedule: tuple[int, int],
-        time_limit: float,
-        check: bool,
-        poison: tuple[int, int],
-        placement: str,
-        wraps: bool = False,
+        self, how: _How, poison: tuple[int, int], placement: str, wraps: bool = False
     ) -> list[np.ndarray]:
         """One run with the buffers against the ``end`` or the ``start`` of their pages: output bytes.
 
@@ -690,14 +692,22 @@ class _Arguments:
         buffers = self._place(worker, placement, poison)
         try:
             report = worker.run(
-                library, grid, threadgroup, buffers, schedule, poison[1], time_limit, check, wraps
+                how.library,
+                how.grid,
+                how.threadgroup,
+                buffers,
+                how.schedule,
+                poison[1],
+                how.time_limit,
+                how.check,
+                wraps,
             )
         except WorkerLostError:
             raise KernelCrash("the worker process ended without a report", kernel=self.kernel.name) from None
         if report is not None and report.misaligned and not self.variant.aligned:
             # Vector instructions want multiples of 16 bytes, as every buffer on the GPU has.
             self.variant.aligned = True
-            return self.run(library, grid, threadgroup, schedule, time_limit, check, poison, placement, wraps)
+            return self.run(how, poison, placement, wraps)
         if report is not None:
             raise self._error(report)
         if self.variant.aligned:
@@ -709,33 +719,22 @@ class _Arguments:
                 outputs[p.number] = worker.arena[start : start + b.data_bytes].copy()
         return outputs
 
-    def run_without_wraps(
-        self,
-        library: Path,
-        grid: tuple[int, int, int],
-        threadgroup: tuple[int, int, int],
-        schedule: tuple[int, int],
-        time_limit: float,
-        check: bool,
-        poison: tuple[int, int],
-        placement: str,
-    ) -> list[np.ndarray]:
+    def run_without_wraps(self, how: _How, poison: tuple[int, int], placement: str) -> list[np.ndarray]:
         """As :meth:`run` of a poisoned launch, where overflows of the poison itself are no fault.
 
         A kernel may compute with what was never written and drop the result.
         """
-        how = grid, threadgroup, schedule, time_limit, check
         try:
-            return self.run(library, *how, poison, placement)
+            return self.run(how, poison, placement)
         except IndexOverflow:
             pass
         try:
-            self.run(library, *how, (0, 0), placement)
+            self.run(how, (0, 0), placement)
         except IndexOverflow:
             raise
         except HostKernelError:
             pass  # a fault of the zeros; the kernel's own show below
-        return self.run(library, *how, poison, placement, wraps=True)
+        return self.run(how, poison, placement, wraps=True)
 
     def _place(self, worker: Worker, placement: str, poison: tuple[int, int]) -> list[BufferSpec]:
         buffers: list[BufferSpec] = []
