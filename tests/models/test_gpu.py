@@ -1,8 +1,8 @@
 """The tiny checkpoint on a GPU, at lengths that only a GPU gets through in a test: against stock beside it.
 
 Skipped where MLX has no GPU. What the host back-end can show of the same is in test_host_model and
-test_small_model. Stock reads its prompts token by token: MLX 0.32.4's products of many rows are wrong for
-this checkpoint on CUDA (perplexity 21,000; 8.2 token by token, which is the oracle's).
+test_small_model. Stock reads its prompts token by token: in chunks it was wrong for this checkpoint on CUDA
+with MLX 0.32.4 (perplexity 21,000; 8.2 token by token, which is the oracle's).
 """
 
 import mlx.core as mx
