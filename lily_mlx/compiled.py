@@ -47,6 +47,8 @@ class Compiled:
 class Snapshot:
     """The modules and arrays that a module tree holds, to be compared with what it holds later.
 
+    Nothing until the first :meth:`take` or :meth:`renew`.
+
     Args:
         root: a module.
     """
@@ -62,9 +64,12 @@ class Snapshot:
         self._holders = [*map(_values, _holders(self._root)), (_END,)]
         self._held = list(chain.from_iterable(self._holders))
 
-    def holds(self) -> bool:
-        """Whether the tree holds the very same objects; false before the first :meth:`take`."""
-        return bool(self._held) and all(map(operator.is_, chain.from_iterable(self._holders), self._held))
+    def renew(self) -> bool:
+        """Take again unless the tree still holds the very same objects; returns whether it was taken."""
+        if self._held and all(map(operator.is_, chain.from_iterable(self._holders), self._held)):
+            return False
+        self.take()
+        return True
 
 
 def _holders(root: Any) -> Iterator[Any]:

@@ -23,7 +23,7 @@ from .compiled import Compiled, Snapshot
 from .launch import backend
 from .ops.choice import why_off
 from .settings import settings
-from .step import why_not_layer
+from .step import why_not_layers
 
 MAX_SIZES = 64
 """Numbers of tokens that are kept compiled; the next one starts afresh."""
@@ -74,9 +74,8 @@ class PromptStep:
                 self._seen, self._compiled = set(), {}
             self._seen.add(size)
             return "its size comes for the first time"
-        if not self._snapshot.holds():
-            self._snapshot.take()
-            self._why_layers = next(filter(None, map(why_not_layer, self._text.layers)), None)
+        if self._snapshot.renew():
+            self._why_layers = why_not_layers(self._text.layers)
             self._compiled = {}
         return self._why_layers or _why_not_caches(cache)
 

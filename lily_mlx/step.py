@@ -30,7 +30,7 @@ from .settings import settings
 CAPACITY_STEP = 1024
 """Rows that a full KV cache grows by: each growth copies the cache and compiles the step again."""
 
-_DECODE_CLASSES = tuple(LAYER_CLASSES.values())
+_LILY_CLASSES = frozenset(LAYER_CLASSES.values())
 
 
 @dataclass
@@ -85,9 +85,8 @@ class DecodeStep:
         # First, for layers join matrices when they first run: a snapshot before that would keep the parts.
         if why := _why_not_caches(cache):
             return why
-        if not self._snapshot.holds():
-            self._snapshot.take()
-            self._why_layers = next(filter(None, map(why_not_layer, self._text.layers)), None)
+        if self._snapshot.renew():
+            self._why_layers = why_not_layers(self._text.layers)
             self._compiled = {}
         return self._why_layers
 
@@ -173,14 +172,14 @@ def decode_step(model: nn.Module) -> DecodeStep:
     return step
 
 
-def why_not_layer(layer: nn.Module) -> str | None:
-    """None if the layer's own classes run here as one process' whole layers, else the reason."""
-    mixer = layer.linear_attn if layer.is_linear else layer.self_attn
-    for module in (mixer, layer.mlp):
-        if type(module) not in _DECODE_CLASSES:
-            return f"a layer is {type(module).__name__}"
-        if getattr(module, "sharding_group", None) is not None:
-            return "the model is sharded"
+def why_not_layers(layers: Sequence[nn.Module]) -> str | None:
+    """None if every layer is Lily's and whole in this process, else the reason of the first that is not."""
+    for layer in layers:
+        for module in (layer.linear_attn if layer.is_linear else layer.self_attn, layer.mlp):
+            if type(module) not in _LILY_CLASSES:
+                return f"a layer is {type(module).__name__}"
+            if getattr(module, "sharding_group", None) is not None:
+                return "the model is sharded"
     return None
 
 
