@@ -16,7 +16,7 @@ from ..ops.expert_down import expert_down
 from ..ops.expert_gate_up import Chosen, expert_gate_up
 from ..ops.expert_gemm_down import expert_gemm_down
 from ..ops.expert_gemm_gate_up import expert_gemm_gate_up
-from ..ops.expert_route import expert_route, expert_route_reference
+from ..ops.expert_route import expert_route, expert_route_reference, max_blocks
 from ..ops.packed import Packed
 from ..ops.tile_product import grouped_tile
 from .fusion import join
@@ -56,28 +56,45 @@ class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
             packed(layer) for layer in (experts.gate_proj, experts.up_proj, shared.gate_proj, shared.up_proj)
         ]
         down: list[Any] = [packed(layer) for layer in (experts.down_proj, shared.down_proj)]
-        if None in gate_up or None in down or why_off("expert_gemm_gate_up") or why_off("expert_gemm_down"):
-            return super().__call__(x)
         rows = x.reshape(-1, x.shape[-1])
+        block_rows = grouped_tile(rows.shape[0], k, E)["rows"]
+        if None in gate_up or None in down or self._why_not_grouped(rows, gate_up, down, block_rows):
+            return super().__call__(x)
         # float32, because rounding logits changes which experts are chosen
         logits = project(rows, [self.gate, self.shared_expert_gate], out_dtype=mx.float32)
-        block_rows = grouped_tile(rows.shape[0], k, E)["rows"]
-        if why_off("expert_route"):  # the ablation: routing read and done on the CPU
-            routing = expert_route_reference(logits, k, block_rows)
-        elif why_not("expert_route", logits, k, block_rows):
-            return super().__call__(x)
-        else:
-            routing = expert_route(logits, k, block_rows)
+        # Without the kernel, as an ablation does, logits are read and routed on the CPU.
+        route = expert_route_reference if why_off("expert_route") else expert_route
+        routing = route(logits, k, block_rows)
         groups = (routing.rows, routing.blocks, routing.count)
         operands: tuple[Any, ...] = (rows, *groups, *gate_up, k)
-        if why_not("expert_gemm_gate_up", *operands) is not None:
-            return super().__call__(x)
         operands = (expert_gemm_gate_up(*operands), *groups, *down, k)
-        if why_not("expert_gemm_down", *operands) is not None:
-            return super().__call__(x)
         y = expert_gemm_down(*operands)
         combine = expert_combine if why_not("expert_combine", y, routing.weights) is None else _combine
         return combine(y, routing.weights).reshape(x.shape)
+
+    def _why_not_grouped(
+        self, rows: mx.array, gate_up: list[Packed], down: list[Packed], block_rows: int
+    ) -> str | None:
+        """None if routing and both grouped products take these arrays, else why stock's block runs.
+
+        Asked before anything is launched: arrays that are never computed stand for what they pass on.
+
+        Args:
+            rows: [T, hidden size].
+            gate_up: gate and up of the experts [E, M, hidden size], and of the shared one [M, hidden size].
+            down: of the experts [E, hidden size, M], and of the shared one [hidden size, M].
+            block_rows: of a block of the routing.
+        """
+        T, k, E = rows.shape[0], self.top_k, self.num_experts
+        if not why_off("expert_route"):
+            logits = mx.zeros((T, E + 1), mx.float32)
+            if reason := why_not("expert_route", logits, k, block_rows):
+                return reason
+        groups = [mx.zeros(n, mx.int32) for n in ((T * (k + 1),), (max_blocks(T, E, k, block_rows), 4), (8,))]
+        h = mx.zeros((T * (k + 1), gate_up[0].rows), rows.dtype)
+        return why_not("expert_gemm_gate_up", rows, *groups, *gate_up, k) or why_not(
+            "expert_gemm_down", h, *groups, *down, k
+        )
 
     def decode(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
         """One token: norm, experts, shared expert and residual.
@@ -92,15 +109,15 @@ class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
         experts, shared, k = self.switch_mlp, self.shared_expert, self.top_k
         gate_up = _joined([experts.gate_proj, shared.gate_proj, experts.up_proj, shared.up_proj])
         down = _joined([experts.down_proj, shared.down_proj])
+        if gate_up is None and down is None:
+            return x + self(norm(x))
         # float32, because rounding logits changes which experts are chosen
         logits = project(x, [self.gate, self.shared_expert_gate], norm=norm, out_dtype=mx.float32)
         operands: tuple[Any, ...] = (x, norm.weight, logits, gate_up, k)
         if self.norm_topk_prob and gate_up is not None and why_not("expert_gate_up", *operands) is None:
             chosen = expert_gate_up(*operands, eps=norm.eps)
-        elif down is not None:
-            chosen = self._gate_up(norm(x), logits).array
         else:
-            return x + self(norm(x))
+            chosen = self._gate_up(norm(x), logits).array
         if down is not None and why_not("expert_down", chosen, x, down, k) is None:
             return expert_down(chosen, x, down, k)
         return x + self._down(Chosen.of(chosen, k), x.dtype)

@@ -44,6 +44,10 @@ def block(
     return made
 
 
+def launched() -> set[str]:
+    return {name for name in counts if name.startswith("op.") and counts[name]}
+
+
 def check(made: SparseMoeBlock, ran: set[str]) -> None:
     """Compare with stock's block in float32; ``ran``: the ops whose kernels must have run, and no other."""
     norm = nn.RMSNorm(64)
@@ -67,12 +71,16 @@ def test_it_is_stocks_block(monkeypatch, off):
 
 @pytest.mark.parametrize("change", [{"shared_width": 32}, {"shared_bits": 8}], ids=str)
 def test_a_shared_expert_of_another_kind(change):
-    """Its matrices cannot stand behind the experts'."""
+    """Its matrices cannot stand behind the experts'. Nothing is launched that stock's block does again."""
     check(block(**change), set())
+    assert not launched()
 
 
 def test_weights_that_are_not_renormalised():
     check(block(norm_topk_prob=False), {"expert_down"})
+    made = block(norm_topk_prob=False)
+    made.shared_expert.down_proj.bias = mx.random.normal((64,))
+    check(made, set())
 
 
 def test_an_expert_layer_that_is_more_than_a_matrix():
@@ -117,6 +125,15 @@ def test_many_tokens_are_stocks_block(T, load):
     y = made(x)
     assert all(counts[f"op.expert_{op}"] == 1 for op in ("gemm_gate_up", "gemm_down", "combine"))
     assert mx.abs(y - want).max().item() <= 4 * 2**-16 * mx.abs(want).max().item()
+
+
+def test_many_tokens_of_a_width_that_only_one_product_takes(same):
+    """Half a step of the sum: the down product cannot, so nothing is launched and then done again."""
+    made, x = block(width=96, shared_width=96), prompt_of(1, 5)
+    made.eval()
+    counts.clear()
+    same(made(x), Qwen3NextSparseMoeBlock.__call__(made, x))
+    assert not launched()
 
 
 def test_a_row_of_a_batch_has_the_same_bits_whatever_is_beside_it():
