@@ -117,10 +117,7 @@ class Attention(stock.Qwen3NextAttention):
         """
         projected = project(x, [self.q_proj, self.k_proj, self.v_proj], norm=norm)
         q, last_keys, last_values = self._prepare(projected, position, mx.float32, (last_keys, last_values))
-        # Measured on an H200: a third of the time of slice_update with an array as start.
-        rows = mx.broadcast_to(position[2:4][:, None], last_keys.shape)
-        keys = mx.put_along_axis(keys, rows, last_keys, axis=2)
-        values = mx.put_along_axis(values, rows, last_values, axis=2)
+        keys, values = _write(keys, values, last_keys, last_values, position[2:4])
         if why_not("attention_decode", q, keys, values, projected, position) is None:
             out = attention_decode(q, keys, values, projected, position)
         else:
@@ -187,6 +184,19 @@ class Attention(stock.Qwen3NextAttention):
         B, Hq, T, D = out.shape
         gate = projected[..., : 2 * Hq * D].reshape(B, T, Hq, 2, D)[..., 1, :]
         return out.transpose(0, 2, 1, 3).reshape(B, T, Hq * D) * mx.sigmoid(gate.reshape(B, T, Hq * D))
+
+
+def _write(
+    keys: mx.array, values: mx.array, last_keys: mx.array, last_values: mx.array, rows: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Keys and values [1, Hk, capacity, D] with new ones [1, Hk, 2, D] in ``rows`` [2] int32.
+
+    The two writes do not depend on each other, so a GPU runs them side by side.
+    """
+    # Measured on an H200: a third of the time of slice_update with an array as start.
+    places = mx.broadcast_to(rows[:, None], last_keys.shape)
+    keys = mx.put_along_axis(keys, places, last_keys, axis=2)
+    return keys, mx.put_along_axis(values, places, last_values, axis=2)
 
 
 def _causal_attention(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:

@@ -91,10 +91,10 @@ class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
             if reason := why_not("expert_route", logits, k, block_rows):
                 return reason
         groups = [mx.zeros(n, mx.int32) for n in ((T * (k + 1),), (max_blocks(T, E, k, block_rows), 4), (8,))]
+        if reason := why_not("expert_gemm_gate_up", rows, *groups, *gate_up, k):
+            return reason
         h = mx.zeros((T * (k + 1), gate_up[0].rows), rows.dtype)
-        return why_not("expert_gemm_gate_up", rows, *groups, *gate_up, k) or why_not(
-            "expert_gemm_down", h, *groups, *down, k
-        )
+        return why_not("expert_gemm_down", h, *groups, *down, k)
 
     def decode(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
         """One token: norm, experts, shared expert and residual.

@@ -156,7 +156,9 @@ def test_the_ablation_table_has_every_mechanism_and_the_reference_beside():
     assert scan[6:] == ["20.00, 20.00", "+5.6 %"]
     assert ["not measured", "-", "+77.4 %"] in [row[5:] for row in rows]
     (overlap,) = [row for row in rows if row[0] == "D3"]
-    assert overlap[5].startswith("traced, not timed")
+    assert overlap[2:6] == ["overlap", "decode", "-", "not measured"]
+    (accelerators,) = [row for row in rows if row[0] == "P6"]
+    assert accelerators[2:6] == ["-", "prefill", "-", "no switch; see the share of the limit"]
     assert [row[4] for row in rows if row[0] == "D7"] == ["32,768", "65,536", "131,072"]
 
 

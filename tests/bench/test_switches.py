@@ -1,20 +1,24 @@
 """The arms with something switched off: what is off inside, nothing outside, and the same results."""
 
+import copy
 import inspect
+import io
 import os
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from bench import ab, arms, gate, random_weights, switches
+from bench import ab, arms, gate, graph, random_weights, switches
 from bench.ablations import ABLATIONS
 from lily_mlx import prompt, step, tiles
 from lily_mlx.counters import counts
+from lily_mlx.launch import trace
 from lily_mlx.layers import attention, feed_forward, gated_delta_net, projection
 from lily_mlx.models import LilyModel
 from lily_mlx.ops.tile_product import grouped_tile
 from lily_mlx.settings import settings
+from tests.conftest import TINY
 from tests.plugin.test_cases import small_moe
 
 NAMES = switches.names()
@@ -43,6 +47,7 @@ def patched_functions():
         LilyModel.__call__,
         prompt.PromptStep.why_not,
         step.DecodeStep.why_not,
+        attention._write,
     )
 
 
@@ -141,6 +146,54 @@ def test_a_step_is_not_compiled(name, model, host):
     with arm.active():
         assert taken.why_not(mx.array([[1]]), cache) == "switched off"
     assert taken.why_not(mx.array([[1]]), cache) != "switched off"
+
+
+def test_without_overlap_an_attention_layer_has_two_stages_more():
+    """Values wait for a launch that waits for keys."""
+    found = {}
+    for arm in arms.make(["lily", switched("overlap")], graph._from_checkpoint(str(TINY))):
+        with arm.active():
+            found[arm.name] = trace.summary(graph.trace_pass(arm.model, "decode", 1, 300))
+        layers = sum(not layer.is_linear for layer in arm.model.layers)
+    lily, without = found.values()
+    assert without.dispatches - lily.dispatches == layers
+    assert without.stages - lily.stages == without.chain - lily.chain == 2 * layers
+
+
+def test_logits_without_overlap_are_the_same_bits(stock, host, same):
+    model, _ = stock
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.array([[1, 2, 3, 4, 5]]), cache=cache))
+    logits = []
+    for arm in arms.make(["lily", switched("overlap")], model):
+        own = copy.deepcopy(cache)
+        with arm.active():
+            steps = [arm.model(mx.array([[token]]), cache=own) for token in (6, 7, 8)]
+            logits.append(mx.concatenate(steps))
+            mx.eval(logits[-1])
+    same(*logits)
+
+
+def test_a_false_dependency_outlives_compiling_and_changes_no_value(same):
+    keys, values, last_keys, last_values = (mx.random.normal((1, 2, n, 4)) for n in (8, 8, 2, 2))
+    last_keys[0, 0, 0], last_values[0, 1, 1] = mx.nan, mx.nan
+    operands = (keys, values, last_keys, last_values, mx.array([0, 1]))
+    mx.eval(operands)
+
+    def written() -> tuple[list[mx.array], int]:
+        """Keys and values, and the writes that go into the values."""
+        results = mx.compile(attention._write)(*operands)
+        dot = io.StringIO()
+        mx.export_to_dot(dot, results[1])
+        return results, dot.getvalue().count('"ScatterAxis"')
+
+    plain, writes = written()
+    assert writes == 1
+    with switches.off("overlap"):
+        in_turn, writes = written()
+    assert writes == 2
+    for a, b in zip(plain, in_turn, strict=True):
+        same(a, b)
 
 
 KERNELS_OFF = {
