@@ -52,6 +52,8 @@ _SHAPE_SUFFIXES = ("_shape", "_strides", "_ndim")
 def assemble(kernel: Kernel, backend: str) -> tuple[str, str]:
     """The texts that MLX's custom kernels take as ``header`` and ``source``.
 
+    A process reads a file once, as it builds a kernel once: an edit is seen by the next process.
+
     Args:
         kernel: the kernel; its file is ``<folder>/<stem>.metal``.
         backend: ``metal``, ``cuda`` or ``host``.
