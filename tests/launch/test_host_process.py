@@ -203,6 +203,28 @@ def test_a_damaged_library_in_the_cache_is_made_again(tmp_path, damage):
         assert path.stat().st_size == size
 
 
+def test_a_damaged_precompiled_header_in_the_cache_is_made_again(tmp_path):
+    environment = {**os.environ, "LILY_CACHE_DIR": str(tmp_path)}
+
+    def out(program):
+        run = [sys.executable, "-c", program]
+        return subprocess.run(
+            run, env=environment, stdout=subprocess.PIPE, text=True, timeout=120
+        ).stdout.strip()
+
+    assert out(FRESH) == str([2.0] * 8)
+    kept = {
+        path: path.read_bytes() for path in (tmp_path / "host").glob("*") if path.suffix in (".h", ".pch")
+    }
+    assert len(kept) == 2
+    for path, content in kept.items():
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :])
+    assert out(FRESH.replace("+ 1", "+ 2")) == str([3.0] * 8)
+    for path, content in kept.items():
+        assert len(path.read_bytes()) == len(content)
+
+
 def test_a_library_that_cannot_be_loaded_is_named(tmp_path):
     path = tmp_path / "kernel.so"
     path.write_bytes(b"junk")

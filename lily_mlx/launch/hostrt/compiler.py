@@ -191,13 +191,28 @@ def _cached(key: str, suffix: str, make: Callable[[Path, Path], object]) -> Path
             with _build_folder(target.parent) as folder:
                 made = Path(folder) / f"made{suffix}"
                 make(Path(folder), made)
+                digest = Path(folder) / "digest"
+                digest.write_text(_digest(made))
+                os.replace(digest, _digest_file(target))
                 os.replace(made, target)
     return target
 
 
 def _is_made(target: Path) -> bool:
-    """Whether the file is there; a full disk may have left an empty one."""
-    return target.exists() and target.stat().st_size > 0
+    """Whether the file is there as it was made: a full disk may have cut it off, a bad one changed it."""
+    try:
+        return _digest_file(target).read_text() == _digest(target)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_file(target: Path) -> Path:
+    return target.with_name(f"{target.name}.sha256")
 
 
 def discard_worker() -> None:
@@ -283,13 +298,15 @@ def kernel_library(prefix: Source, kernel: Source, include_dirs: tuple[Path, ...
     key = "\n".join((compiler.identity, *clang, runtime_digest(), prefix.key))
 
     def precompile(folder: Path, target: Path) -> None:
-        # A precompiled header needs its source for as long as it is used.
-        source = _cached(f"source\n{key}", ".h", lambda _, file: file.write_text(prefix.text(), "utf-8"))
         # By content, not by date: another process may have put the same source in its place since.
         timeless = ["-Xclang", "-fno-pch-timestamp"]
-        _run([*clang, *timeless, "-x", "c++-header", str(source), "-o", str(target)], folder)
+        _run([*clang, *timeless, "-x", "c++-header", str(source()), "-o", str(target)], folder)
+
+    def source() -> Path:
+        return _cached(f"source\n{key}", ".h", lambda _, file: file.write_text(prefix.text(), "utf-8"))
 
     def make(folder: Path, target: Path) -> None:
+        source()  # a precompiled header needs it for as long as it is used
         header = _cached(f"prefix\n{key}", ".pch", precompile)
         (folder / "kernel.cpp").write_text(kernel.text(), "utf-8")
         emit = ["-S", "-emit-llvm", "-Xclang", "-disable-llvm-passes", "kernel.cpp", "-o", "kernel.ll"]
