@@ -154,6 +154,23 @@ def test_attention_in_pieces_is_the_same(monkeypatch, mask, context):
     assert calls == [3, 3, 1]
 
 
+@pytest.mark.parametrize("context", [0, 9])
+def test_attention_spelt_out_is_the_same_and_its_scores_have_one_size(monkeypatch, context):
+    _, lily = small_models()
+    layer = next(layer.self_attn for layer in lily.layers if not layer.is_linear)
+    Hq, Hk, D, T = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim, 8
+    q = mx.random.normal((2, Hq, T, D))
+    keys, values = (mx.random.normal((2, Hk, context + T, D)) for _ in range(2))
+    whole = layer.attend(q, keys, values, "causal")
+    shapes = []
+    inner = attention._masked
+    monkeypatch.setattr(attention, "_masked", lambda s, *a: shapes.append(s.shape) or inner(s, *a))
+    monkeypatch.setattr(attention, "_has_no_fused_kernel", lambda D: True)
+    monkeypatch.setattr(attention, "MAX_PAIRS", 3 * (context + T))
+    assert_close(layer.attend(q, keys, values, "causal"), whole, 1e-6)
+    assert shapes == [(2, Hq, 3, context + T)] * 2 + [(2, Hq, 2, context + T)]
+
+
 @pytest.mark.usefixtures("compiled_ops")
 def test_few_layers_are_prepared_ahead_of_the_gpu(monkeypatch):
     """What a layer waits for is the one before: then scratch memory is that of two layers."""
