@@ -66,10 +66,12 @@ class Attention(stock.Qwen3NextAttention):
         rows of the result. Each depends on the one before, and only some wait for the GPU, or the scores of
         all would be kept at once.
         """
-        T, S = q.shape[2], keys.shape[2]
         options = {"cache": cache, "scale": self.scale}
-        rows = T if hasattr(cache, "bits") else max(1, MAX_PAIRS // S)
-        if rows >= T or isinstance(mask, mx.array):
+        if isinstance(mask, mx.array) or not isinstance(keys, mx.array):  # quantised keys are a tuple
+            return stock.scaled_dot_product_attention(q, keys, values, mask=mask, **options)
+        T, S = q.shape[2], keys.shape[2]
+        rows = max(1, MAX_PAIRS // S)
+        if rows >= T:
             return stock.scaled_dot_product_attention(q, keys, values, mask=mask, **options)
         rows = -(-T // -(-T // rows))  # as many for each piece
         before = S - T  # tokens that the first query sees besides itself

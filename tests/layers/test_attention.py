@@ -107,11 +107,9 @@ def test_padding_on_the_left_is_not_seen():
 def test_quantised_cache():
     expected, actual = layers(mx.float32)
     x = inputs(1, 8)
-    try:
-        want = steps(expected, x, QuantizedKVCache(group_size=64, bits=8), [5, 3])
-    except RuntimeError as error:
-        assert "No implementation" in str(error)
-        pytest.skip("stock has no product with quantised keys here")
+    if mx.cuda.is_available():
+        pytest.skip("MLX 0.32.4 has no product with these quantised keys on CUDA")
+    want = steps(expected, x, QuantizedKVCache(group_size=64, bits=8), [5, 3])
     got = steps(actual, x, QuantizedKVCache(group_size=64, bits=8), [5, 3])
     # A last bit of a key can move it to the next of 255 levels.
     error = mx.abs(got - want).max() / mx.abs(want).max()

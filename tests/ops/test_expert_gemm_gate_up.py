@@ -137,7 +137,10 @@ def test_rows_do_not_see_each_other(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("step", [64, 128])
 def test_block_size_and_layout_do_not_change_a_bit(backend, step):
-    """Deterministic: a row's sum has one order, whichever block it is in. On matrix units the step is part of it."""
+    """Deterministic: a row's sum has one order, whichever block it is in.
+
+    On matrix units of the step's columns.
+    """
     results = [
         op.expert_gemm_gate_up(
             **problem(**SMALL, block_rows=tile["rows"], dtype=mx.bfloat16), tile=tile, backend=backend
