@@ -367,6 +367,21 @@ kernel void k41(BUFFERS) {
   y[i] = t[0] + step(0.5f, y[i]) + cross(v[i].xyz, v[i].xyz).x;
 }
 
+kernel void matrices(device float4x4* m [[buffer(0)]], device float3* x [[buffer(1)]]) {
+  threadgroup float3x3 t;
+  t = float3x3(2.0f);
+  t *= t;
+  x[0] = t * x[1];
+  m[0] *= m[1];
+  m[0] += float4x4(1);
+  m[0] *= 2;
+  m[0][2].xy = m[1][0].zw;
+  const device float* none = NULL;
+  float2x2 r = {{1, 2}, {3, 4}};
+  r *= transpose(r);
+  x[0].x = none == NULL ? float(M_PI_BF) : r[1][0];
+}
+
 kernel void nested_braces(BUFFERS) {
   Pairs pairs = {{{1, 2}, {3, 4}}, {v[i], {1, 2, 3}}, 2};
   Row row{v[i], {1, 2, 3}};

@@ -206,6 +206,35 @@ def test_integers() -> None:
     assert got.tolist() == want
 
 
+def test_packing() -> None:
+    got = values(
+        "pack_float_to_unorm10a2(float4(1, 0, 0.5f, 1))",
+        "pack_float_to_unorm565(float3(1, 0.5f, 0))",
+        "pack_half_to_snorm2x16(half2(-0.5h, 1))",
+        "pack_float_to_srgb_unorm4x8(float4(0.2158605f, 1, 0, 0.5f))",
+        "int(unpack_unorm10a2_to_float(0xC0000400u).y * 1023 + unpack_unorm10a2_to_half(0xC0000000u).w)",
+        "int(unpack_unorm565_to_float(0xF801).x * 10 + unpack_unorm565_to_half(0x001F).z)",
+        "int(rint(unpack_unorm4x8_srgb_to_float(128u).x * 1000) + unpack_snorm4x8_to_half(0x7F00u).y)",
+        dtype=mx.int64,
+    )
+    half = 512 << 20  # 511.5, to even
+    assert got[:2].tolist() == [1023 + half + (3 << 30), (31 << 11) + (32 << 5)]
+    assert got[2:].tolist() == [(32767 << 16) + (65536 - 16384), 128 + (255 << 8) + (128 << 24), 2, 11, 217]
+
+
+def test_matrices_and_constants() -> None:
+    got = values(
+        "({ float2x2 m(1, 2, 3, 4); m *= float2x2(float2(0, 1), float2(1, 0)); m[0].y; })",
+        "({ float2x2 m{{1, 2}, {3, 4}}; m *= 2; m += m; m[1].x; })",
+        "({ threadgroup half3x3 t; t = half3x3(2); t *= 3; t[1][1] *= 2; t[1].y; })",
+        "({ const device float* p = NULL; p == NULL; })",
+        "M_PI_BF",
+        "isinf(HUGE_VALBF) && float(MAXBFLOAT) > HALF_MAX",
+        "numeric_limits<float>::max_exponent + numeric_limits<half>::min_exponent10 * 1000",
+    )
+    assert got.tolist() == [4, 12, 12, 1, 3.140625, 1, 128 - 4000]
+
+
 # ------------------------------------------------------------------------------------- simdgroups, quads
 
 

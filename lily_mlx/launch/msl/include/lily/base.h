@@ -58,6 +58,8 @@ extern "C" __attribute__((weak, visibility("hidden"))) bfloat __truncsfbf2(float
 }
 #endif
 
+#define NULL __null
+
 #define CHAR_BIT 8
 #define SCHAR_MAX 127
 #define SCHAR_MIN (-128)
@@ -109,13 +111,21 @@ extern "C" __attribute__((weak, visibility("hidden"))) bfloat __truncsfbf2(float
 #define HALF_DECIMAL_DIG 5
 #define BFLT_DIG 2
 #define BFLT_MANT_DIG 8
+#define BFLT_MAX_10_EXP 38
+#define BFLT_MAX_EXP 128
+#define BFLT_MIN_10_EXP (-37)
+#define BFLT_MIN_EXP (-125)
+#define BFLT_RADIX 2
+#define BFLT_DECIMAL_DIG 4
 #define BFLT_MAX bfloat(0x1.fep127f)
 #define BFLT_MIN bfloat(0x1p-126f)
 #define BFLT_EPSILON bfloat(0x1p-7f)
 #define MAXFLOAT FLT_MAX
 #define MAXHALF HALF_MAX
+#define MAXBFLOAT BFLT_MAX
 #define HUGE_VALF __builtin_huge_valf()
 #define HUGE_VALH half(__builtin_huge_valf())
+#define HUGE_VALBF bfloat(__builtin_huge_valf())
 #define INFINITY __builtin_huge_valf()
 #define NAN __builtin_nanf("")
 #define FP_ILOGB0 INT_MIN
@@ -146,6 +156,19 @@ extern "C" __attribute__((weak, visibility("hidden"))) bfloat __truncsfbf2(float
 #define M_2_SQRTPI_H half(M_2_SQRTPI_F)
 #define M_SQRT2_H half(M_SQRT2_F)
 #define M_SQRT1_2_H half(M_SQRT1_2_F)
+#define M_E_BF bfloat(M_E_F)
+#define M_LOG2E_BF bfloat(M_LOG2E_F)
+#define M_LOG10E_BF bfloat(M_LOG10E_F)
+#define M_LN2_BF bfloat(M_LN2_F)
+#define M_LN10_BF bfloat(M_LN10_F)
+#define M_PI_BF bfloat(M_PI_F)
+#define M_PI_2_BF bfloat(M_PI_2_F)
+#define M_PI_4_BF bfloat(M_PI_4_F)
+#define M_1_PI_BF bfloat(M_1_PI_F)
+#define M_2_PI_BF bfloat(M_2_PI_F)
+#define M_2_SQRTPI_BF bfloat(M_2_SQRTPI_F)
+#define M_SQRT2_BF bfloat(M_SQRT2_F)
+#define M_SQRT1_2_BF bfloat(M_SQRT1_2_F)
 
 #ifdef LILY_STRICT
 // Copies of X between address spaces; templates, so that X stays trivially copyable. An aggregate gets assignments
@@ -526,6 +549,13 @@ struct numeric_limits<T> {
   static constexpr bool has_infinity = false;
   static constexpr bool has_quiet_NaN = false;
   static constexpr bool is_bounded = true;
+  static constexpr bool is_iec559 = false;
+  static constexpr bool is_modulo = !is_signed;
+  static constexpr int max_digits10 = 0;
+  static constexpr int min_exponent = 0;
+  static constexpr int min_exponent10 = 0;
+  static constexpr int max_exponent = 0;
+  static constexpr int max_exponent10 = 0;
   static constexpr int digits = __is_same(T, bool) ? 1 : int(sizeof(T)) * 8 - (is_signed ? 1 : 0);
   static constexpr int digits10 = digits * 3 / 10;
   static constexpr int radix = 2;
@@ -548,7 +578,7 @@ struct numeric_limits<T> {
     return T(0);
   }
 };
-#define LILY_LIMITS(T, largest, smallest, eps, tiny, bits, digits_10) \
+#define LILY_LIMITS(T, name, tiny) \
   template <> \
   struct numeric_limits<T> { \
     static constexpr bool is_specialized = true; \
@@ -559,20 +589,26 @@ struct numeric_limits<T> {
     static constexpr bool has_infinity = true; \
     static constexpr bool has_quiet_NaN = true; \
     static constexpr bool is_bounded = true; \
-    static constexpr int digits = bits; \
-    static constexpr int digits10 = digits_10; \
-    static constexpr int radix = 2; \
+    static constexpr bool is_modulo = false; \
+    static constexpr int digits = name##_MANT_DIG; \
+    static constexpr int digits10 = name##_DIG; \
+    static constexpr int max_digits10 = name##_DECIMAL_DIG; \
+    static constexpr int radix = name##_RADIX; \
+    static constexpr int min_exponent = name##_MIN_EXP; \
+    static constexpr int min_exponent10 = name##_MIN_10_EXP; \
+    static constexpr int max_exponent = name##_MAX_EXP; \
+    static constexpr int max_exponent10 = name##_MAX_10_EXP; \
     static constexpr T max() { \
-      return largest; \
+      return name##_MAX; \
     } \
     static constexpr T min() { \
-      return smallest; \
+      return name##_MIN; \
     } \
     static constexpr T lowest() { \
       return -max(); \
     } \
     static constexpr T epsilon() { \
-      return eps; \
+      return name##_EPSILON; \
     } \
     static constexpr T round_error() { \
       return T(0.5f); \
@@ -590,9 +626,9 @@ struct numeric_limits<T> {
       return T(tiny); \
     } \
   };
-LILY_LIMITS(float, FLT_MAX, FLT_MIN, FLT_EPSILON, 0x1p-149f, 24, 6)
-LILY_LIMITS(half, HALF_MAX, HALF_MIN, HALF_EPSILON, 0x1p-24f, 11, 3)
-LILY_LIMITS(bfloat, BFLT_MAX, BFLT_MIN, BFLT_EPSILON, 0x1p-133f, 8, 2)
+LILY_LIMITS(float, FLT, 0x1p-149f)
+LILY_LIMITS(half, HALF, 0x1p-24f)
+LILY_LIMITS(bfloat, BFLT, 0x1p-133f)
 #undef LILY_LIMITS
 
 template <typename T, size_t N>

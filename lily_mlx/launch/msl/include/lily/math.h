@@ -706,24 +706,60 @@ inline float2 unpack_unorm2x16_to_float(uint x) {
 inline float2 unpack_snorm2x16_to_float(uint x) {
   return max(float2(short(x), short(x >> 16)) / 32767.0f, -1.0f);
 }
-inline half4 unpack_unorm4x8_to_half(uint x) {
-  return half4(unpack_unorm4x8_to_float(x));
+// Colours: red is in the lowest bits of 10a2 and in the highest of 565.
+inline uint pack_float_to_unorm10a2(float4 x) {
+  uint4 parts(rint(saturate(x) * float4(1023, 1023, 1023, 3)));
+  return parts.x | parts.y << 10 | parts.z << 20 | parts.w << 30;
 }
-inline half4 unpack_snorm4x8_to_half(uint x) {
-  return half4(unpack_snorm4x8_to_float(x));
+inline float4 unpack_unorm10a2_to_float(uint x) {
+  return float4(x & 1023u, (x >> 10) & 1023u, (x >> 20) & 1023u, x >> 30) / float4(1023, 1023, 1023, 3);
 }
-inline half2 unpack_unorm2x16_to_half(uint x) {
-  return half2(unpack_unorm2x16_to_float(x));
+inline ushort pack_float_to_unorm565(float3 x) {
+  uint3 parts(rint(saturate(x) * float3(31, 63, 31)));
+  return ushort(parts.x << 11 | parts.y << 5 | parts.z);
 }
-inline half2 unpack_snorm2x16_to_half(uint x) {
-  return half2(unpack_snorm2x16_to_float(x));
+inline float3 unpack_unorm565_to_float(ushort x) {
+  return float3(x >> 11, (x >> 5) & 63, x & 31) / float3(31, 63, 31);
 }
-inline uint pack_half_to_unorm4x8(half4 x) {
-  return pack_float_to_unorm4x8(float4(x));
+inline uint pack_float_to_srgb_unorm4x8(float4 x) {
+  for (int i = 0; i < 3; ++i) {
+    float v = saturate(x.v[i]);
+    x.v[i] = v <= 0.0031308f ? 12.92f * v : 1.055f * pow(v, 1.0f / 2.4f) - 0.055f;
+  }
+  return pack_float_to_unorm4x8(x);
 }
-inline uint pack_half_to_snorm4x8(half4 x) {
-  return pack_float_to_snorm4x8(float4(x));
+inline float4 unpack_unorm4x8_srgb_to_float(uint x) {
+  float4 out = unpack_unorm4x8_to_float(x);
+  for (int i = 0; i < 3; ++i) {
+    float v = out.v[i];
+    out.v[i] = v <= 0.04045f ? v / 12.92f : pow((v + 0.055f) / 1.055f, 2.4f);
+  }
+  return out;
 }
+#define LILY_PACK_HALF(packed_t, N, name) \
+  inline packed_t pack_half_to_##name(half##N x) { \
+    return pack_float_to_##name(float##N(x)); \
+  }
+#define LILY_UNPACK_HALF(packed_t, N, name) \
+  inline half##N unpack_##name##_to_half(packed_t x) { \
+    return half##N(unpack_##name##_to_float(x)); \
+  }
+LILY_PACK_HALF(uint, 4, unorm4x8)
+LILY_PACK_HALF(uint, 4, snorm4x8)
+LILY_PACK_HALF(uint, 4, srgb_unorm4x8)
+LILY_PACK_HALF(uint, 4, unorm10a2)
+LILY_PACK_HALF(uint, 2, unorm2x16)
+LILY_PACK_HALF(uint, 2, snorm2x16)
+LILY_PACK_HALF(ushort, 3, unorm565)
+LILY_UNPACK_HALF(uint, 4, unorm4x8)
+LILY_UNPACK_HALF(uint, 4, snorm4x8)
+LILY_UNPACK_HALF(uint, 4, unorm4x8_srgb)
+LILY_UNPACK_HALF(uint, 4, unorm10a2)
+LILY_UNPACK_HALF(uint, 2, unorm2x16)
+LILY_UNPACK_HALF(uint, 2, snorm2x16)
+LILY_UNPACK_HALF(ushort, 3, unorm565)
+#undef LILY_PACK_HALF
+#undef LILY_UNPACK_HALF
 
 } // namespace metal
 

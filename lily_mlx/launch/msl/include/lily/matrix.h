@@ -7,9 +7,15 @@
 namespace metal {
 
 template <typename T, int Cols, int Rows = Cols>
+struct matrix;
+template <typename T, int K, int Rows, int Cols>
+constexpr matrix<T, Cols, Rows> operator*(matrix<T, K, Rows> a, matrix<T, Cols, K> b);
+
+template <typename T, int Cols, int Rows>
 struct matrix {
   static_assert(Cols >= 2 && Cols <= 4 && Rows >= 2 && Rows <= 4, "lily type: a matrix has 2 to 4 rows and columns");
   static_assert(lily::is_real<T>, "lily type: the elements of a matrix are reals");
+  using square = matrix<T, Cols, Cols>;
   vec<T, Rows> columns[Cols];
 
   constexpr matrix() = default;
@@ -21,10 +27,16 @@ struct matrix {
       }
     }
   }
-  // Columns, or all elements column by column.
-  template <typename... A>
-    requires(sizeof...(A) == Cols && (lily::Vector<A> && ...))
-  constexpr matrix(A... parts) : columns{vec<T, Rows>(parts)...} {}
+  // Columns, which may be in braces, or all elements column by column.
+  constexpr matrix(vec<T, Rows> a, vec<T, Rows> b)
+    requires(Cols == 2)
+      : columns{a, b} {}
+  constexpr matrix(vec<T, Rows> a, vec<T, Rows> b, vec<T, Rows> c)
+    requires(Cols == 3)
+      : columns{a, b, c} {}
+  constexpr matrix(vec<T, Rows> a, vec<T, Rows> b, vec<T, Rows> c, vec<T, Rows> d)
+    requires(Cols == 4)
+      : columns{a, b, c, d} {}
   template <typename... A>
     requires(sizeof...(A) == Cols * Rows && (lily::Scalar<A> && ...))
   constexpr matrix(A... elements) {
@@ -106,15 +118,24 @@ struct matrix {
     }
     return true;
   }
-  friend constexpr matrix& operator+=(matrix& a, matrix b) {
-    return a = a + b;
+#ifdef LILY_STRICT
+#define LILY_MATRIX_COMPOUND(op, by_t) \
+  template <typename Self> \
+  constexpr Self& operator op##=(this Self& self, by_t by) { \
+    self = matrix(self) op by; \
+    return self; \
   }
-  friend constexpr matrix& operator-=(matrix& a, matrix b) {
-    return a = a - b;
+#else
+#define LILY_MATRIX_COMPOUND(op, by_t) \
+  constexpr matrix& operator op##=(by_t by) { \
+    return *this = *this op by; \
   }
-  friend constexpr matrix& operator*=(matrix& a, T s) {
-    return a = a * s;
-  }
+#endif
+  LILY_MATRIX_COMPOUND(+, matrix)
+  LILY_MATRIX_COMPOUND(-, matrix)
+  LILY_MATRIX_COMPOUND(*, T)
+  LILY_MATRIX_COMPOUND(*, square)
+#undef LILY_MATRIX_COMPOUND
 };
 
 template <typename T, int K, int Rows, int Cols>
