@@ -16,7 +16,9 @@ _END = object()
 
 
 class Compiled:
-    """A function of arrays that MLX compiles for each set of shapes, with its kernel launches counted.
+    """A function of arrays that MLX compiles for each set of shapes; each call counts its kernel launches.
+
+    With several sets of shapes in use the launches counted are those of the one compiled last.
 
     Args:
         function: takes arrays and returns them; weights it uses are constants.

@@ -70,9 +70,7 @@ def plan(checkpoint: Checkpoint, backend: str) -> Iterator[OpPlan]:
     for phase, tokens in PHASES.items():
         examples = _Examples(checkpoint, backend, tokens)
         for op, count, kernel, why in examples.prefill() if phase == "prefill" else examples.decode():
-            reason = why_off(kernel) if kernel else None
-            reason = reason or why
-            if reason:
+            if reason := (why_off(kernel) if kernel else None) or why:
                 yield OpPlan(op, count, phase, "stock", reason)
             else:
                 yield OpPlan(op, count, phase, backend, f"kernel {kernel}")
@@ -116,7 +114,7 @@ class _Examples:
         text = self.text
         if self.moe:
             feed_forward: list[Row] = [
-                ("router", self.layers, "qmv", self._products([text["num_experts"], 1], bits=8)),
+                ("router", self.layers, "qmv", self._router()),
                 ("routing, gate and up", self.layers, "expert_gate_up", self._gate_up()),
                 ("expert down", self.layers, "expert_down", self._down()),
             ]
@@ -146,9 +144,15 @@ class _Examples:
     def _value_width(self) -> int:
         return self._value_heads() * int(self.text["linear_value_head_dim"])
 
+    def _conv_channels(self) -> int:
+        return 2 * self._key_width() + self._value_width()
+
+    def _conv_width(self) -> int:
+        return int(self.text.get("linear_conv_kernel_dim") or 4)
+
     def _deltanet_rows(self) -> list[int]:
-        qkv = 2 * self._key_width() + self._value_width()
-        return [qkv, self._value_width(), *[self._value_heads()] * 2]
+        """Columns of a DeltaNet layer's projections: qkv, z, b, a."""
+        return [self._conv_channels(), self._value_width(), *[self._value_heads()] * 2]
 
     def _attention_rows(self) -> list[int]:
         Hq, Hk, D = self.text["num_attention_heads"], self.text["num_key_value_heads"], self._head_size()
@@ -237,14 +241,28 @@ class _Examples:
             "expert_combine": self._ask(expert_combine, *results),
         }
 
-    def _gate_up(self) -> str | None:
+    def _router(self) -> str | None:
+        """Of one token, whose block is stock's as a whole where neither half of the experts can be joined."""
+        if reason := self._products([self.text["num_experts"], 1], bits=8):
+            return reason
+        apart = [why_apart(matrices) for matrices in self._halves()]
+        return f"the block is stock's: {apart[0]}" if all(apart) else None
+
+    def _halves(self) -> tuple[list[Packed], list[Packed]]:
+        """What is joined: the experts' and the shared expert's matrices of gate or up, and of down."""
         text, width = self.text, self.text["hidden_size"]
         E, M, MS = text["num_experts"], text["moe_intermediate_size"], text["shared_expert_intermediate_size"]
+        gate_up = [self._packed(E, M, width), self._packed(MS, width)]
+        return gate_up, [self._packed(E, width, M), self._packed(width, MS)]
+
+    def _gate_up(self) -> str | None:
+        text, width = self.text, self.text["hidden_size"]
+        E, M = text["num_experts"], text["moe_intermediate_size"]
         if not text.get("norm_topk_prob", True):
             return "norm_topk_prob is false"
         if reason := self._not_quantised():
             return reason
-        return why_apart([self._packed(E, M, width), self._packed(MS, width)]) or self._ask(
+        return why_apart(self._halves()[0]) or self._ask(
             expert_gate_up,
             self._zeros(1, 1, width),
             self._zeros(width),
@@ -255,10 +273,10 @@ class _Examples:
 
     def _down(self) -> str | None:
         text, width, k = self.text, self.text["hidden_size"], self.text["num_experts_per_tok"]
-        E, M, MS = text["num_experts"], text["moe_intermediate_size"], text["shared_expert_intermediate_size"]
+        E, M = text["num_experts"], text["moe_intermediate_size"]
         if reason := self._not_quantised():
             return reason
-        return why_apart([self._packed(E, width, M), self._packed(width, MS)]) or self._ask(
+        return why_apart(self._halves()[1]) or self._ask(
             expert_down,
             self._zeros((k + 1) * (M + 2), dtype=mx.float32),
             self._zeros(1, 1, width),
@@ -269,19 +287,18 @@ class _Examples:
     def _step(self) -> str | None:
         Hk, Hv = self.text["linear_num_key_heads"], self._value_heads()
         Dk, Dv = self.text["linear_key_head_dim"], self.text["linear_value_head_dim"]
-        channels = 2 * self._key_width() + self._value_width()
-        width = self.text.get("linear_conv_kernel_dim") or 4
-        projected = self._zeros(1, 1, channels + self._value_width() + 2 * Hv)
+        channels, width = self._conv_channels(), self._conv_width()
+        b = channels + self._value_width()
         return self._ask(
             gated_delta_step,
-            projected,
+            self._zeros(1, 1, sum(self._deltanet_rows())),
             self._zeros(channels, width, 1),
             self._zeros(1, width - 1, channels),
             *[self._zeros(Hv)] * 2,
             self._zeros(Dv),
             self._zeros(1, Hv, Dv, Dk, dtype=mx.float32),
             Hk=Hk,
-            offsets=(0, channels, channels + self._value_width(), channels + self._value_width() + Hv),
+            offsets=(0, channels, b, b + Hv),
         )
 
     def _prepare(self) -> str | None:
@@ -323,13 +340,11 @@ class _Examples:
 
     def _prepare_scan(self) -> str | None:
         Hk, Hv = self.text["linear_num_key_heads"], self._value_heads()
-        channels = 2 * self._key_width() + self._value_width()
-        width = self.text.get("linear_conv_kernel_dim") or 4
-        projected = self._zeros(1, self.tokens, channels + self._value_width() + 2 * Hv)
+        channels, width = self._conv_channels(), self._conv_width()
         b = channels + self._value_width()
         return self._ask(
             gated_delta_prepare,
-            *[projected] * 3,
+            *[self._zeros(1, self.tokens, sum(self._deltanet_rows()))] * 3,
             self._zeros(channels, width, 1),
             self._zeros(1, width - 1, channels),
             *[self._zeros(Hv)] * 2,
@@ -341,13 +356,12 @@ class _Examples:
 
     def _norm_scan(self) -> str | None:
         Hv, Dv = self._value_heads(), self.text["linear_value_head_dim"]
-        channels = 2 * self._key_width() + self._value_width()
         return self._ask(
             gated_rms_norm,
             self._zeros(1, self.tokens, Hv, Dv),
-            self._zeros(1, self.tokens, channels + self._value_width() + 2 * Hv),
+            self._zeros(1, self.tokens, sum(self._deltanet_rows())),
             self._zeros(Dv),
-            offset=channels,
+            offset=self._conv_channels(),
         )
 
     def _scan(self) -> str | None:

@@ -38,9 +38,9 @@ class Turn:
     """What a token leaves for the next one of the same KV cache.
 
     Attributes:
-        left: keys and values as the cache has them.
+        left: keys and values [1, Hk, capacity, D] as the cache has them.
         spare: the pair before, which lacks the last row.
-        rows: the last two rows of keys and of values.
+        rows: the last two rows [1, Hk, 2, D] of keys and of values.
         offset: the next token's position.
     """
 
@@ -82,7 +82,8 @@ class DecodeStep:
             return "training needs the differentiable path"
         if self._text.model.pipeline_size > 1:
             return "the model is in a pipeline"
-        # First, for layers join matrices when they first run: a snapshot before that would keep the parts.
+        # Before the snapshot: with empty caches no layer may have run yet. Layers join matrices when they
+        # first do, and a snapshot would keep the parts in memory.
         if why := _why_not_caches(cache):
             return why
         if self._snapshot.renew():

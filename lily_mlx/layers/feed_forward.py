@@ -19,8 +19,7 @@ from ..ops.expert_gemm_gate_up import expert_gemm_gate_up
 from ..ops.expert_route import expert_route, expert_route_reference, max_blocks
 from ..ops.packed import Packed
 from ..ops.tile_product import grouped_tile
-from .fusion import join
-from .projection import packed, project
+from .projection import joined, packed, project
 
 
 class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
@@ -107,8 +106,8 @@ class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
             [1, 1, hidden size].
         """
         experts, shared, k = self.switch_mlp, self.shared_expert, self.top_k
-        gate_up = _joined([experts.gate_proj, shared.gate_proj, experts.up_proj, shared.up_proj])
-        down = _joined([experts.down_proj, shared.down_proj])
+        gate_up = joined([experts.gate_proj, shared.gate_proj, experts.up_proj, shared.up_proj])
+        down = joined([experts.down_proj, shared.down_proj])
         if gate_up is None and down is None:
             return x + self(norm(x))
         # float32, because rounding logits changes which experts are chosen
@@ -152,15 +151,18 @@ def _combine(y: mx.array, weights: mx.array) -> mx.array:
     return expert_combine_reference(y, weights).astype(y.dtype)
 
 
-def _joined(layers: list[nn.Module]) -> Packed | None:
-    """The layers' matrices behind one another, or None where they are more than that or differ in shape."""
-    return None if any(packed(layer) is None for layer in layers) else join(layers)
-
-
 class MLP(stock.Qwen3NextMLP):
     """Stock's MLP; :meth:`decode` is one token of it."""
 
     def decode(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
-        """One token [1, 1, hidden size]: norm, MLP and residual."""
+        """One token: norm, MLP and residual.
+
+        Args:
+            x: [1, 1, hidden size].
+            norm: the layer's post-attention norm.
+
+        Returns:
+            [1, 1, hidden size].
+        """
         gate, up = mx.split(project(x, [self.gate_proj, self.up_proj], norm=norm), 2, axis=-1)
         return project(swiglu(gate, up), [self.down_proj], residual=x)

@@ -28,6 +28,11 @@ def packed(layer: nn.Module) -> Packed | None:
     return Packed.of(layer)
 
 
+def joined(layers: Sequence[nn.Module]) -> Packed | None:
+    """The layers' matrices behind one another, or None where one is more than that or they do not fit."""
+    return join(layers) if all(packed(layer) for layer in layers) else None
+
+
 def project(
     x: mx.array,
     layers: Sequence[nn.Module],
@@ -48,7 +53,7 @@ def project(
     Returns:
         [..., N], N the sum of the layers' rows.
     """
-    matrix = join(layers) if all(packed(layer) for layer in layers) else None
+    matrix = joined(layers)
     options: dict[str, Any] = {"residual": residual, "out_dtype": out_dtype}
     if matrix is not None and x.size == x.shape[-1]:
         options["norm_weight"] = None if norm is None else norm.weight

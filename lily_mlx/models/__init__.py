@@ -1,7 +1,8 @@
 """Lily's model classes: stock's, with Lily's layer classes inside.
 
-A Lily class adds no parameter and no state. It is therefore enough to change the class of a stock model's
-modules, which is what both loading (:mod:`.qwen3_5_moe`, :mod:`.qwen3_5`) and ``lily_mlx.convert`` do.
+A Lily class adds no parameter, and makes what it compiles on first use. It is therefore enough to change the
+class of a stock model's modules, which is what both loading (:mod:`.qwen3_5_moe`, :mod:`.qwen3_5`) and
+``lily_mlx.convert`` do.
 """
 
 from __future__ import annotations

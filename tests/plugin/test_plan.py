@@ -73,6 +73,17 @@ def test_reasons_come_from_the_shapes(monkeypatch):
     assert found["attention"].path == "host"
 
 
+def test_a_tokens_block_with_a_wider_shared_expert_is_stocks_as_a_whole(monkeypatch):
+    monkeypatch.setenv("LILY_BACKEND", "host")
+    checkpoint = read_checkpoint(TINY)
+    checkpoint.config["text_config"]["shared_expert_intermediate_size"] *= 2
+    found = {op.op: op for op in plan(checkpoint, "host") if op.phase == "decode"}
+    for op in ("router", "routing, gate and up", "expert down"):
+        assert found[op].path == "stock"
+        assert "the matrices differ in" in found[op].why
+    assert found["output head"].path == "host"
+
+
 @pytest.mark.parametrize("architecture", ["applegpu_g17s", "applegpu_g18p"])
 def test_neural_accelerators_keep_stocks_products(chip, architecture):
     chip(architecture, "26.2")
