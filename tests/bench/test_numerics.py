@@ -273,6 +273,24 @@ def test_the_bridge_replaces_the_loop_where_it_can(monkeypatch):
     assert gated_delta.gated_delta_ops is loop
 
 
+def test_mended_products_are_stocks_and_only_those_of_64_inputs(monkeypatch):
+    narrow, wide = (nn.QuantizedLinear(width, 8, bias=True, group_size=64) for width in (64, 128))
+    inputs = [mx.random.normal((5, width)) for width in (64, 128)]
+    expected = [layer(x) for layer, x in zip((narrow, wide), inputs, strict=True)]
+    calls = []
+    product = mx.quantized_matmul
+    monkeypatch.setattr(
+        mx, "quantized_matmul", lambda x, *a, **k: calls.append(x.shape) or product(x, *a, **k)
+    )
+    with oracle.mended_products():
+        found = [layer(x) for layer, x in zip((narrow, wide), inputs, strict=True)]
+    assert calls == [(5, 128)]
+    assert mx.allclose(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    assert mx.array_equal(found[1], expected[1])
+    narrow(inputs[0])
+    assert calls[1:] == [(5, 64)]
+
+
 # --- The command --------------------------------------------------------------------------------------------
 
 

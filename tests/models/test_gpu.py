@@ -1,8 +1,8 @@
 """The tiny checkpoint on a GPU, at lengths that only a GPU gets through in a test: against stock beside it.
 
 Skipped where MLX has no GPU. What the host back-end can show of the same is in test_host_model and
-test_small_model. Stock reads its prompts token by token: in chunks it was wrong for this checkpoint on CUDA
-with MLX 0.32.4 (perplexity 21,000; 8.2 token by token, which is the oracle's).
+test_small_model. Stock reads its prompts token by token: in chunks it is wrong for this checkpoint on CUDA
+with MLX 0.32.4 (bench.oracle.mended_products).
 """
 
 import mlx.core as mx
@@ -13,7 +13,6 @@ from bench.ab import copy_of, random_cache
 from bench.gate import MAX_KL, MAX_RELATIVE_ERROR, MIN_TOP1, agreement
 from bench.oracle import fp32_oracle
 from lily_mlx.counters import counts
-from lily_mlx.step import CAPACITY_STEP
 from tests.conftest import DATA
 
 pytestmark = pytest.mark.skipif(
@@ -65,8 +64,9 @@ def test_a_step_at_a_context_is_stocks(stock, lily, context):
 def test_memory_stays_over_2000_steps(lily, prompt):
     """No step copies a cache or keeps what the one before needed.
 
-    Between growths of the KV cache windows of 100 steps peak alike, but for the results of the two steps that
-    may be in flight. Growths add their rows, to two pairs of arrays.
+    Between growths of the KV cache windows of 100 steps have the same least peak, early and late: what is
+    there, and the results of the two steps that may be in flight, which is less than a copy of the keys and
+    values would be. A single window may have more: MLX gives a buffer back when a thread of its own comes to it.
     """
     model = lily[0]
     cache = make_prompt_cache(model)
@@ -80,16 +80,23 @@ def test_memory_stays_over_2000_steps(lily, prompt):
             capacity = next(c.keys.shape[2] for c in cache if isinstance(c, KVCache))
             if step > 100:
                 peaks.setdefault(capacity, []).append(mx.get_peak_memory())
+            mx.eval(token)
+            active = mx.get_active_memory()
             mx.reset_peak_memory()
-    states = sum(a.nbytes for c in cache if not isinstance(c, KVCache) for a in c.cache)
-    logits = 4 * model.args.text_config["vocab_size"]
-    flat = [values[1:] for values in peaks.values() if len(values) > 3]  # the first window holds the growth
-    print(peaks, states, logits)
-    assert len(flat) > 1
-    assert all(max(values) - min(values) <= 2 * (states + logits) for values in flat)
-    rows = sum(2 * 2 * c.keys.nbytes // c.keys.shape[2] for c in cache if isinstance(c, KVCache))
-    grown = 1.1 * rows * CAPACITY_STEP * (len(flat) - 1)
-    assert max(flat[-1]) - min(flat[0]) <= grown + 2 * (states + logits)
+    in_flight = 2 * (
+        sum(a.nbytes for c in cache if not isinstance(c, KVCache) for a in c.cache)
+        + 4 * model.args.text_config["vocab_size"]
+    )
+    kept = sum(2 * c.keys.nbytes for c in cache if isinstance(c, KVCache))
+    windows = [
+        values[1:] for values in peaks.values() if len(values) > 4
+    ]  # the first window holds the growth
+    print(peaks, active, in_flight, kept)
+    assert len(windows) == 2
+    for values in windows:
+        half = len(values) // 2
+        assert abs(min(values[:half]) - min(values[half:])) <= in_flight / 2
+    assert min(windows[-1]) - active < in_flight + kept / 2
 
 
 def test_a_long_prompt_in_chunks_is_the_oracles(stock, lily):
