@@ -66,7 +66,7 @@ def test_memory_stays_over_2000_steps(lily, prompt):
 
     Between growths of the KV cache windows of 100 steps have the same least peak, early and late: what is
     there, and the results of the two steps that may be in flight, which is less than a copy of the keys and
-    values would be. A single window may have more: MLX gives a buffer back when a thread of its own comes to it.
+    values would be. A single window may have more: a thread of MLX gives buffers back when it comes to it.
     """
     model = lily[0]
     cache = make_prompt_cache(model)
