@@ -668,7 +668,7 @@ def _lambdas(s: Source, version: Version) -> Iterator[Finding]:
         return
     for i, token in enumerate(s.tokens):
         starts = s.word(i - 1) in ("=", "(", ",", "return", "{", ";", "?", ":", "&&", "||", "}")
-        if token.text == "[" and starts and s.scopes[i] in ("function", "kernel", "values"):
+        if token.text == "[" and starts and (s.scopes[i] != "namespace" or s.word(i - 1) == "="):
             after = s.closing(i) + 1
             if s.word(after) == "(":
                 after = s.closing(after) + 1

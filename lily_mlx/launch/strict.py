@@ -113,6 +113,8 @@ _FLAGS = (
     "-fno-diagnostics-fixit-info",
     "-ftemplate-backtrace-limit=0",
 )
+# Before Metal 4, which is C++17.
+_OLDER_FLAGS = ("-Werror=pre-c++17-compat", "-Werror=pre-c++20-compat")
 
 
 def check(name: str, source: str, header: str = "", **signature: Any) -> list[Diagnostic]:
@@ -413,7 +415,8 @@ def _compile(parsed: lints.Source, own: set[str], version: Version) -> list[Diag
         return []
     headers = "".join(f"#include <{name}>\n" for name in names if not name.startswith("simd/"))
     library = ["-include-pch", str(_library(headers, version))]
-    _, errors = _run_text([*_FLAGS, *_defines(version), "-fsyntax-only", *library], translated)
+    flags = [*_FLAGS, *(_OLDER_FLAGS if version < (4, 0) else ()), *_defines(version)]
+    _, errors = _run_text([*flags, "-fsyntax-only", *library], translated)
     qualified_this = re.search(r"\)\s*(?:const\s+)?(?:device|constant|threadgroup)\b", parsed.text)
     # The classes of the translation are no constants: of them nothing can be said.
     constants = lints.plain_constants(parsed)
@@ -426,6 +429,7 @@ def _compile(parsed: lints.Source, own: set[str], version: Version) -> list[Diag
     return sorted(d for d in found if d.rule != "constant-init" or (d.file, d.line) in constants)
 
 
+_NEWER_CXX = "class template argument deduction|non-type template parameter"
 _MESSAGE = re.compile(r"(?m)^(.*?):(\d+):\d+: (fatal error|error|note|warning): (.*)$")
 _SPACE = re.compile(r"LILY_AS_(?:device|constant|threadgroup)|__attribute__\(\(address_space\(([123])\)\)\)")
 _SPACE_NAME = {"1": "device", "2": "constant", "3": "threadgroup"}
@@ -464,6 +468,9 @@ def _diagnostics(
             continue
         # Of the conversions that lose something Metal forbids those to bfloat.
         if "implicit conversion" in message and not re.search(r"to '[^']*(?:bfloat|__bf16)", message):
+            continue
+        # Most of newer C++ compiles in C++14 too, with a warning.
+        if "incompatible with C++" in message and not re.search(_NEWER_CXX, message):
             continue
         rule, text = _rule(message, notes)
         places = [error] if "lily thread-reference" not in message else []
@@ -547,12 +554,17 @@ def _rule(message: str, notes: Sequence[re.Match[str]]) -> tuple[str, str]:
         return "vla", "the size of an array must be known to the compiler"
     if "undeclared identifier" in message or "no member named" in message:
         return "undeclared", plain
+    if newer := re.match(f"({_NEWER_CXX}).* incompatible with C\\+\\+", message):
+        subject = newer[1] if "class" in newer[1] else "a template parameter that is a class or a real"
+        return "cxx-version", f"{subject} is newer C++; Metal is C++14"
     if "read-only variable" in message or "const-qualified" in message:
         return "read-only", plain
     if "implicit conversion" in message or re.match("(?:cannot initialize|assigning).*'bfloat'", message):
         return "bfloat", "a float does not become a bfloat without an explicit conversion"
     if "global constructor" in message:
         return "constant-init", "the value of a constant must be known to the compiler"
+    if any("Fills" in detail for detail in details):
+        return "overload", f"{plain}: what fills up is of another type"
     if re.search("no matching function for call to '(?:simd|quad)_", message):
         return "simd-type", f"{plain}: it takes integers and reals of up to 32 bits"
     candidates = [Path(note[1]) for note in notes if note[4].startswith("candidate")]

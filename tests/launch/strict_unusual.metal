@@ -379,6 +379,11 @@ kernel void matrices(device float4x4* m [[buffer(0)]], device float3* x [[buffer
   const device float* none = NULL;
   float2x2 r = {{1, 2}, {3, 4}};
   r *= transpose(r);
+  threadgroup int4 steps[2];
+  steps[0] = 0;
+  steps[0]++;
+  --steps[1];
+  x[1]--;
   x[0].x = none == NULL ? float(M_PI_BF) : r[1][0];
 }
 

@@ -13,6 +13,12 @@ struct atomic {
   static_assert(__is_same(T, int) || __is_same(T, uint) || __is_same(T, bool) || __is_same(T, float) ||
                     __is_same(T, ulong),
                 "lily atomic-type");
+  atomic() = default;
+  atomic(const atomic&) = delete;
+  template <typename From>
+    requires(lily::Elsewhere<From, atomic>)
+  atomic(const From&) = delete;
+  atomic& operator=(const atomic&) = delete;
 #endif
   using value_type = T;
   T __s;

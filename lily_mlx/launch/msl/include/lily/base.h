@@ -696,9 +696,3 @@ constexpr uniform<T> make_uniform(T v) {
 }
 
 } // namespace metal
-
-template <typename To, typename From>
-  requires(sizeof(To) == sizeof(From))
-constexpr To as_type(From from) {
-  return __builtin_bit_cast(To, from);
-}

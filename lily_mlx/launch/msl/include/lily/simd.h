@@ -99,11 +99,16 @@ template <typename T>
 concept Exchanged = is_exchanged<element_t<T>>;
 template <typename T>
 concept ExchangedBits = Exchanged<T> && bool(__is_integral(element_t<T>));
+// What fills up a T is one.
+template <typename F, typename T>
+concept Fills = bool(__is_same(plain<F>, plain<T>));
 #else
 template <typename T>
 concept Exchanged = is_scalar<T> || Vector<T>;
 template <typename T>
 concept ExchangedBits = Exchanged<T>;
+template <typename F, typename T>
+concept Fills = bool(__is_convertible(F, T));
 #endif
 
 // The type a reduction runs in: its overloads have no bool (which promotes to int) and no bfloat (to float).
@@ -367,23 +372,23 @@ namespace metal {
   LILY_RT_INLINE T group##_shuffle_rotate_down(T data, ushort delta, int line = __builtin_LINE()) { \
     return lily::rotate<W>(#group "_shuffle_rotate_down", data, delta, line); \
   } \
-  template <lily::Exchanged T> \
+  template <lily::Exchanged T, lily::Fills<T> F> \
   LILY_RT_INLINE T group##_shuffle_and_fill_up( \
       T data, \
-      __remove_cv(T) filling, \
+      F filling, \
       ushort delta, \
       ushort modulo = W, \
       int line = __builtin_LINE()) { \
-    return lily::fill_up(#group "_shuffle_and_fill_up", data, filling, delta, modulo, line); \
+    return lily::fill_up<T>(#group "_shuffle_and_fill_up", data, filling, delta, modulo, line); \
   } \
-  template <lily::Exchanged T> \
+  template <lily::Exchanged T, lily::Fills<T> F> \
   LILY_RT_INLINE T group##_shuffle_and_fill_down( \
       T data, \
-      __remove_cv(T) filling, \
+      F filling, \
       ushort delta, \
       ushort modulo = W, \
       int line = __builtin_LINE()) { \
-    return lily::fill_down(#group "_shuffle_and_fill_down", data, filling, delta, modulo, line); \
+    return lily::fill_down<T>(#group "_shuffle_and_fill_down", data, filling, delta, modulo, line); \
   } \
   LILY_RT_INLINE group##_vote group##_ballot(bool mine, int line = __builtin_LINE()) { \
     uint active = 0; \

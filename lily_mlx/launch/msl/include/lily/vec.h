@@ -184,6 +184,14 @@ struct swizzle {
 
 } // namespace lily
 
+template <typename To, typename From>
+  requires(
+      sizeof(To) == sizeof(From) && (lily::Scalar<To> || lily::Vector<To>) &&
+      (lily::Scalar<From> || lily::Vector<From>))
+constexpr To as_type(From from) {
+  return __builtin_bit_cast(To, from);
+}
+
 // Members shared by vec and packed_vec. With address spaces `this` is deduced, which takes C++23.
 #ifdef LILY_STRICT
 #define LILY_VECTOR_ACCESS(self_t) \
@@ -214,6 +222,17 @@ struct swizzle {
     } \
     return self; \
   }
+#define LILY_VECTOR_STEP(self_t, op) \
+  template <typename Self> \
+  constexpr Self& operator op##op(this Self& self) { \
+    return self op##= self_t(T(1)); \
+  } \
+  template <typename Self> \
+  constexpr self_t operator op##op(this Self& self, int) { \
+    self_t old = self; \
+    self op##= self_t(T(1)); \
+    return old; \
+  }
 #else
 #define LILY_VECTOR_ACCESS(self_t) \
   constexpr T& operator[](size_t i) { \
@@ -238,6 +257,15 @@ struct swizzle {
       this->v[i] = T(this->v[i] op b.v[i]); \
     } \
     return *this; \
+  }
+#define LILY_VECTOR_STEP(self_t, op) \
+  constexpr self_t& operator op##op() { \
+    return *this op##= self_t(T(1)); \
+  } \
+  constexpr self_t operator op##op(int) { \
+    self_t old = *this; \
+    *this op##= self_t(T(1)); \
+    return old; \
   }
 #endif
 
@@ -333,22 +361,8 @@ struct swizzle {
     } \
     return c; \
   } \
-  friend constexpr self_t& operator++(self_t& a) { \
-    return a += self_t(T(1)); \
-  } \
-  friend constexpr self_t& operator--(self_t& a) { \
-    return a -= self_t(T(1)); \
-  } \
-  friend constexpr self_t operator++(self_t& a, int) { \
-    self_t old = a; \
-    a += self_t(T(1)); \
-    return old; \
-  } \
-  friend constexpr self_t operator--(self_t& a, int) { \
-    self_t old = a; \
-    a -= self_t(T(1)); \
-    return old; \
-  }
+  LILY_VECTOR_STEP(self_t, +) \
+  LILY_VECTOR_STEP(self_t, -)
 #define LILY_VECTOR_CONSTRUCTORS(self_t) \
   constexpr self_t() = default; \
   template <typename U> \
