@@ -206,6 +206,20 @@ def test_threadgroup_memory_read_before_written(dtype):
     assert fails(host.UninitializedRead, source, dtype=dtype).buffer == "out"
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "threadgroup float2 a;\nif (i == 0) a.x = 1;\nBARRIER\nout[i] = a.x + a.y;",
+        "threadgroup T a;\nif (x[i] > 100) a = 1;\nBARRIER\nout[i] = a;",
+        "threadgroup T a[64];\nout[i] = a[i];",
+    ],
+)
+def test_threadgroup_memory_that_the_compiler_could_take_for_zeros(body):
+    """No thread writes it, or part of it, or there is one write, of a constant."""
+    source = INDEX + body.replace("BARRIER", "threadgroup_barrier(mem_flags::mem_threadgroup);")
+    assert fails(host.UninitializedRead, source, threadgroup=64).buffer == "out"
+
+
 def test_threadgroup_memory_does_not_outlive_its_threadgroup():
     source = INDEX + "threadgroup T a[32];\nif (i < 32) a[i] = x[i];\nout[i] = a[i % 32];"
     assert fails(host.UninitializedRead, source).element >= 32

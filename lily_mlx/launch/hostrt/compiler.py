@@ -326,6 +326,7 @@ def kernel_library(prefix: Source, kernel: Source, include_dirs: tuple[Path, ...
 
 _SHIFT = re.compile(r"^( *%\S+ = (?:shl|lshr|ashr)(?: \w+)* i)(\d+) (\S+), ([^,\s]+)", re.M)
 _NULL_ACCESS = re.compile(r"^( *(?:%\S+ = load|store) .*, ptr) null, align", re.M)
+_THREADGROUP = re.compile(r'^(@\S+ = .*?\b)(?=global .*, section "[^"]*lily_tg")', re.M)
 _AUTO_INIT = re.compile(r'^(!\d+) = !\{!"auto-init"\}$', re.M)
 _FILL, _NULL = "@lily_fill", "@lily_null"  # in entry.h
 _WILD_POINTER = "inttoptr (i64 -40841467208998 to ptr)"  # an address that no process has
@@ -335,7 +336,8 @@ def as_metal(code: str) -> str:
     """Change in unoptimised LLVM ``code`` where Metal differs from C++, or the launcher needs it to.
 
     A shift uses the lowest bits of its amount, as in OpenCL C; C++ leaves larger amounts undefined. Locals
-    that start with the compiler's pattern start with the launch's poison instead. An access through null is
+    that start with the compiler's pattern start with the launch's poison instead, and so does threadgroup
+    memory, of which the optimiser must not think that it starts with zeros. An access through null is
     to crash, not to count as a bad index of an array of no elements.
     """
     counter = itertools.count()
@@ -366,6 +368,7 @@ def as_metal(code: str) -> str:
         return f"  {name} = load ptr, ptr {_NULL}, align 8\n{match[1]} {name}, align"
 
     code = _NULL_ACCESS.sub(hide_null, _SHIFT.sub(mask, code))
+    code = _THREADGROUP.sub(r"\1externally_initialized ", code)
     if annotation := _AUTO_INIT.search(code):
         code = re.sub(rf"^.* !annotation {annotation[1]}$", fill, code, flags=re.M)
         if "declare void @llvm.memset.p0.i64(" not in code:
