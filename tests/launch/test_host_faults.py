@@ -195,6 +195,13 @@ def test_one_output_element_unwritten(dtype):
     assert (error.buffer, error.element) == ("out", 37)
 
 
+@pytest.mark.parametrize("dtype", [mx.complex64, mx.uint64])
+def test_half_of_an_output_element_unwritten(dtype):
+    body = f"{INDEX}device uint* p = (device uint*)out;\np[2 * i] = i;\nif (i != 37) p[2 * i + 1] = i;"
+    error = fails(host.UnwrittenOutput, body, dtype=dtype)
+    assert (error.buffer, error.element) == ("out", 37)
+
+
 def test_initial_value_counts_as_written():
     out = launch(f"{INDEX}if (i != 37) out[i] = x[i];", init_value=-1)
     assert out[37].item() == -1
