@@ -396,10 +396,19 @@ _BANNED = {
 _FUNCTION_WORDS = frozenset({"kernel", "vertex", "fragment"})
 _KEYWORDS = SPACES | _FUNCTION_WORDS | {"half", "bfloat", "ray_data", "object_data"}
 
-# Functions of a simdgroup or quadgroup that take one argument, or two.
-_GROUP_FUNCTION = re.compile(
-    r"(?:simd|quad)_(?:(shuffle(?:_xor|(?:_rotate)?_(?:up|down))?|broadcast)|broadcast_first|sum|product|min|max|and"
-    r"|or|xor|all|any|ballot|prefix_(?:in|ex)clusive_(?:sum|product))"
+# Functions of a group of threads, and how many arguments they take at most.
+_GROUP_FUNCTIONS = (
+    (
+        re.compile(
+            r"(?:simd|quad)_(?:broadcast_first|sum|product|min|max|and|or|xor|all|any|ballot"
+            r"|prefix_(?:in|ex)clusive_(?:sum|product))"
+        ),
+        1,
+    ),
+    (re.compile(r"(?:simd|quad)_(?:shuffle(?:_xor|(?:_rotate)?_(?:up|down))?|broadcast)"), 2),
+    (re.compile(r"simdgroup_multiply"), 3),
+    (re.compile(r"(?:simd|quad)_shuffle_and_fill_(?:up|down)|simdgroup_multiply_accumulate"), 4),
+    (re.compile(r"simdgroup_(?:load|store)"), 5),
 )
 # Names of Metal's library, what must follow them to be that name, and the version that brought them.
 _NEWER: dict[str, tuple[tuple[str, ...], Version]] = {
@@ -1048,11 +1057,13 @@ def _group_calls(s: Source) -> Iterator[Finding]:
     """Simd and quad functions that are given more than they take, such as a second value to compare."""
     own = {s.word(function.name) for function in s.functions}
     for i, token in enumerate(s.tokens):
-        match = _GROUP_FUNCTION.fullmatch(token.text)
-        if match and s.word(i + 1) == "(" and token.text not in own and _in_metal(s, i):
-            takes, given = 2 if match[1] else 1, len(s.split(i + 2, s.closing(i + 1)))
-            if given > takes:
-                yield i, "overload", f"'{token.text}' takes {takes}, not {given} arguments"
+        if s.word(i + 1) != "(" or token.text in own or not _in_metal(s, i):
+            continue
+        for names, takes in _GROUP_FUNCTIONS:
+            if names.fullmatch(token.text):
+                given = len(s.split(i + 2, s.closing(i + 1)))
+                if given > takes:
+                    yield i, "overload", f"'{token.text}' takes {takes}, not {given} arguments"
 
 
 def _automatic(s: Source, version: Version) -> Iterator[Finding]:

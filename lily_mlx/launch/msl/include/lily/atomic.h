@@ -72,17 +72,17 @@ LILY_RT_INLINE auto atomic_exchange_explicit(
   return old;
 }
 // Compares bits, so that a NaN equals itself.
-template <typename A, typename E>
+template <typename A>
 LILY_RT_INLINE bool atomic_compare_exchange_weak_explicit(
     A* object,
-    E* expected,
+    lily::atomic_value<A>* expected,
     lily::atomic_value<A> desired,
     memory_order,
     memory_order,
     thread_scope = thread_scope_device) {
   LILY_ATOMIC(A, true)
-  lily::atomic_value<A> old = object->__s, wanted = *expected;
-  if (__builtin_memcmp(&old, &wanted, sizeof(old)) == 0) {
+  lily::atomic_value<A> old = object->__s;
+  if (__builtin_memcmp(&old, expected, sizeof(old)) == 0) {
     object->__s = desired;
     return true;
   }
