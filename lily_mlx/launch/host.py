@@ -94,6 +94,8 @@ _POISONS = ((0xD6, 0xDA), (0x57, 0x5B))
 ZEROED_THREADS = 256
 # Metal's argument table.
 MAX_METAL_BUFFERS = 31
+# In place of the names of the function and of the files, which variants do not share.
+_FUNCTION, _NAME = "lily_host_kernel", "@"
 
 _NUMPY = {
     mx.bool_: np.bool_,
@@ -147,7 +149,6 @@ class _Parameter(NamedTuple):
 class _Variant:
     """A kernel for one set of dtypes and template arguments, as MLX would compile it."""
 
-    entry: str
     signature: str
     arguments: str  # template arguments, "" without
     source: str
@@ -434,8 +435,7 @@ class HostKernel:
                 kernel=self.name,
             )
         return _Variant(
-            entry=entry,
-            signature=re.sub(r" ?\[\[[^\]]*\]\]", "", signature),
+            signature=re.sub(r" ?\[\[[^\]]*\]\]", "", signature).replace(f" {entry}(", f" {_FUNCTION}("),
             arguments=f"<{instance[1]}>" if instance else "",
             source=source,
             parameters=tuple(parameters),
@@ -452,16 +452,16 @@ class HostKernel:
 
     def _library(self, variant: _Variant, build: str) -> Path:
         if (found := variant.libraries.get(build)) is None:
-            metal, entry = _metal_source(self, variant), _entry_source(variant)
+            metal, entry = _metal_source(self, variant.signature), _entry_source(variant)
 
             def source() -> str:
-                return _translated(_inline_includes(metal, "kernel", set(_mlx_prefix()[1]))) + entry
+                return _translated_kernel(metal).replace(f'"{_NAME}.', f'"{self.name}.') + entry
 
             def compiled() -> Path:
                 try:
                     return compiler.kernel_library(
                         compiler.Source(_language_digest(), _prefix_source),
-                        compiler.Source(metal + entry, source),
+                        compiler.Source(f"{self.name}\n{metal}{entry}", source),
                         (INCLUDE_DIR,),
                         build,
                     )
@@ -512,16 +512,15 @@ def _mlx_prefix() -> tuple[str, frozenset[Path]]:
     return text, frozenset(seen)
 
 
-def _metal_source(kernel: HostKernel, variant: _Variant) -> str:
+def _metal_source(kernel: HostKernel, signature: str) -> str:
     """The kernel in Metal: its header, signature and body, each with its own line numbers."""
-    name = kernel.name
     return "\n".join(
         (
-            f'#line 1 "{name}.h"',
+            f'#line 1 "{_NAME}.h"',
             kernel.header,
-            f'#line 1 "{name}.signature"',
-            variant.signature + " {",
-            f'#line 1 "{name}.metal"',
+            f'#line 1 "{_NAME}.signature"',
+            signature + " {",
+            f'#line 1 "{_NAME}.metal"',
             kernel.source,
             "}",
             "",
@@ -539,9 +538,15 @@ def _entry_source(variant: _Variant) -> str:
 extern "C" __attribute__((visibility("default"))) void lily_entry(void* const* buffers) {{
   [[maybe_unused]] const auto& t = lily::rt::thread();
   [[maybe_unused]] const auto& g = lily::rt::group();
-  {variant.entry}{variant.arguments}({", ".join(values)});
+  {_FUNCTION}{variant.arguments}({", ".join(values)});
 }}
 """
+
+
+@functools.lru_cache(maxsize=64)
+def _translated_kernel(metal: str) -> str:
+    """C++ from a kernel in Metal, which its variants share."""
+    return _translated(_inline_includes(metal, "kernel", set(_mlx_prefix()[1])))
 
 
 def _translated(metal: str) -> str:

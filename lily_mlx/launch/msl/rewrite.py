@@ -46,6 +46,9 @@ _MACRO = re.compile(r"[A-Z]{2,}_[A-Z_]{2,}")
 _LANE = {letter: i for letters in ("xyzw", "rgba") for i, letter in enumerate(letters)}
 _ASSIGNMENTS = frozenset(("=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>="))
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
+_CLOSERS = frozenset(_CLOSING.values())
+_BRACKETS = _CLOSERS | _CLOSING.keys()
+_MEANINGFUL = frozenset(("word", "number", "string", "mark"))
 _QUALIFIERS = frozenset(
     ("const", "constexpr", "volatile", "static", "inline", "typename", "struct", "class", "union")
 )
@@ -68,7 +71,7 @@ _NO_DATA = frozenset(
 )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Token:
     kind: str
     text: str
@@ -161,12 +164,14 @@ class _Code:
     """
 
     def __init__(self, tokens: list[_Token]) -> None:
-        self.tokens = [t for t in tokens if t.kind in ("word", "number", "string", "mark") and t.text]
-        self.words = [token.text for token in self.tokens] + [""] * 8
+        self.tokens = [t for t in tokens if t.kind in _MEANINGFUL and t.text]
+        words = [token.text for token in self.tokens]
+        self.words = words + [""] * 8
         # The other bracket of a pair; without one the last token, for a closing bracket itself.
-        self.match = [
-            i if t.text in (")", "]", "}") else len(self.tokens) - 1 for i, t in enumerate(self.tokens)
-        ] + [len(self.tokens) - 1] * 8
+        self.match = [len(words) - 1] * len(self.words)
+        for i, text in enumerate(words):
+            if text in _CLOSERS:
+                self.match[i] = i
         self._pair_brackets()
 
     def __len__(self) -> int:
@@ -190,6 +195,8 @@ class _Code:
         for i, token in enumerate(self.tokens):
             text = token.text
             if not token.directive:
+                if text not in _BRACKETS:
+                    continue
                 stack = outer
             elif text == "#":
                 stack = []  # what a directive opens does not reach outside
@@ -202,7 +209,7 @@ class _Code:
                     del branches[-1:]
             if text in _CLOSING:
                 stack.append(i)
-            elif text in (")", "]", "}") and stack:
+            elif text in _CLOSERS and stack:
                 self.match[i] = stack.pop()
                 self.match[self.match[i]] = i
 
