@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 
@@ -32,3 +35,15 @@ def assert_close(name: str, got: mx.array, want: mx.array, accumulated: float = 
             f"{name}: {int((error > bound).sum())} of {error.size} elements; worst {worst}: {values[worst]} "
             f"for {reference[worst]}; max abs {error.max():.3g}, relative RMS {rms:.3g}"
         )
+
+
+def with_both_widths(cases: Sequence[tuple]) -> list[tuple]:
+    """Each case with float32 and, by turns, with one of the 16-bit dtypes, as its last value.
+
+    How a kernel loads and divides its work depends on the width of a dtype alone.
+    """
+    return [
+        (*case, dtype)
+        for case, half in zip(cases, itertools.cycle((mx.bfloat16, mx.float16)), strict=False)
+        for dtype in (half, mx.float32)
+    ]

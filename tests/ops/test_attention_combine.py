@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from comparison import assert_close
+from comparison import assert_close, with_both_widths
 
 from lily_mlx.launch import backend as backends
 from lily_mlx.launch import host, source
@@ -63,9 +63,10 @@ def test_layouts_and_blocks(backend, tile, blocks):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
 @pytest.mark.parametrize(
-    ("Hq", "D"), [(16, 256), (5, 64), (6, 96), (2, 160), (1, 224)], ids=lambda size: str(size)
+    ("Hq", "D", "dtype"),
+    with_both_widths([(16, 256), (5, 64), (6, 96), (2, 160), (1, 224)]),
+    ids=lambda size: str(size),
 )
 def test_shapes_with_the_tile_of_the_table(backend, dtype, Hq, D):
     check(problem(9, Hq, D, dtype), backend)

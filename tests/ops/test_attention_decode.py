@@ -106,9 +106,10 @@ def test_dtypes_at_the_real_heads(backend, dtype, q_dtype, name):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("D", range(64, 257, 32))
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=str)
 @pytest.mark.parametrize("name", ["four simdgroups", "one pass, four simdgroups"])
-def test_head_sizes(backend, D, dtype, name):
+def test_head_sizes(backend, D, name):
+    """In a dtype of either width, by turns: each layout, and each head size, meets both."""
+    dtype = mx.float32 if (D // 32 + ("pass" in name)) % 2 else mx.bfloat16
     check(problem((6, 3, D, 48), 41, dtype), backend, TILES[name])
 
 

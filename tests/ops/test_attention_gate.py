@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from comparison import assert_close
+from comparison import assert_close, with_both_widths
 
 from lily_mlx.launch import backend as backends
 from lily_mlx.launch import host, source
@@ -54,15 +54,16 @@ def test_every_layout_and_length(backend, tile, T):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
 @pytest.mark.parametrize(
-    ("Hq", "D", "why"),
-    [
-        (16, 256, "Qwen3.6-35B-A3B"),
-        (8, 256, "the tiny checkpoint"),
-        (5, 96, "sizes that are no powers of two"),
-        (1, 32, "the smallest: most of a simdgroup is past the end"),
-    ],
+    ("Hq", "D", "why", "dtype"),
+    with_both_widths(
+        [
+            (16, 256, "Qwen3.6-35B-A3B"),
+            (8, 256, "the tiny checkpoint"),
+            (5, 96, "sizes that are no powers of two"),
+            (1, 32, "the smallest: most of a simdgroup is past the end"),
+        ]
+    ),
 )
 def test_shapes_with_the_tile_of_the_table(backend, dtype, Hq, D, why):
     check(problem(Hq, D, T=3, dtype=dtype, after=8), backend)

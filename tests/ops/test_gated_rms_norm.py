@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from comparison import assert_close
+from comparison import assert_close, with_both_widths
 from mlx_lm.models import qwen3_5
 
 from lily_mlx.launch import backend as backends
@@ -59,16 +59,17 @@ def test_every_layout_and_length(backend, tile, T):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
 @pytest.mark.parametrize(
-    ("Hv", "Dv", "why"),
-    [
-        (32, 128, "Qwen3.6-35B-A3B"),
-        (4, 128, "the tiny checkpoint"),
-        (5, 96, "several loads a lane; heads that do not fill a simdgroup"),
-        (1, 32, "the smallest"),
-        (3, 256, "a head that fills a simdgroup"),
-    ],
+    ("Hv", "Dv", "why", "dtype"),
+    with_both_widths(
+        [
+            (32, 128, "Qwen3.6-35B-A3B"),
+            (4, 128, "the tiny checkpoint"),
+            (5, 96, "several loads a lane; heads that do not fill a simdgroup"),
+            (1, 32, "the smallest"),
+            (3, 256, "a head that fills a simdgroup"),
+        ]
+    ),
 )
 def test_shapes_with_the_tile_of_the_table(backend, dtype, Hv, Dv, why):
     check(problem(Hv, Dv, T=3, dtype=dtype, after=8), backend)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from comparison import assert_close
+from comparison import assert_close, with_both_widths
 
 from lily_mlx.launch import backend as backends
 from lily_mlx.launch import host, source
@@ -76,17 +76,18 @@ def checked_host():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
 @pytest.mark.parametrize(
-    ("shape", "why"),
-    [
-        ((16, 2, 256, 64), "Qwen3.6-35B-A3B"),
-        ((8, 1, 256, 64), "the tiny checkpoint"),
-        (SMALL, "pairs in different lanes; three elements a lane, read one by one"),
-        ((2, 1, 64, 64), "all of a head is rotated; as many pairs as lanes"),
-        ((2, 2, 128, 96), "more pairs than lanes, and not a multiple of them"),
-        ((1, 1, 32, 2), "the smallest"),
-    ],
+    ("shape", "why", "dtype"),
+    with_both_widths(
+        [
+            ((16, 2, 256, 64), "Qwen3.6-35B-A3B"),
+            ((8, 1, 256, 64), "the tiny checkpoint"),
+            (SMALL, "pairs in different lanes; three elements a lane, read one by one"),
+            ((2, 1, 64, 64), "all of a head is rotated; as many pairs as lanes"),
+            ((2, 2, 128, 96), "more pairs than lanes, and not a multiple of them"),
+            ((1, 1, 32, 2), "the smallest"),
+        ]
+    ),
 )
 def test_shapes(backend, dtype, shape, why):
     check(problem(shape, dtype), backend)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from comparison import assert_close
+from comparison import assert_close, with_both_widths
 from packed_problems import as_unquantised, matrix, unpacked, vector
 
 from lily_mlx.launch import backend as backends
@@ -74,15 +74,19 @@ def test_lengths_with_the_tile_of_the_table(backend, T):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ({"T": 17, "K": 256, "rows": [80, 40, 32, 32]}, "DeltaNet input, narrower"),
-        ({"T": 17, "K": 256, "rows": [256, 1], "bits": 8}, "router and shared-expert gate, an odd column"),
-        ({"T": 9, "K": 192, "rows": [1], "group": 32, "residual": True}, "one column; two groups a step"),
-        ({"T": 9, "K": 256, "rows": [40], "group": 128, "bits": 8}, "two steps a group"),
-    ],
+    ("arguments", "why", "dtype"),
+    with_both_widths(
+        [
+            ({"T": 17, "K": 256, "rows": [80, 40, 32, 32]}, "DeltaNet input, narrower"),
+            (
+                {"T": 17, "K": 256, "rows": [256, 1], "bits": 8},
+                "router and shared-expert gate, an odd column",
+            ),
+            ({"T": 9, "K": 192, "rows": [1], "group": 32, "residual": True}, "one column; two groups a step"),
+            ({"T": 9, "K": 256, "rows": [40], "group": 128, "bits": 8}, "two steps a group"),
+        ]
+    ),
 )
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
 def test_shapes_and_dtypes(backend, arguments, why, dtype):
     check(problem(**arguments, dtype=dtype), tile=TILES[1], backend=backend)
 
