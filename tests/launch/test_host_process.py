@@ -117,9 +117,13 @@ kernel = host.metal_kernel("spin", ["a"], ["out"], sys.argv[1])
 def call():
     kernel(inputs=[mx.ones((8,))], grid=(8, 1, 1), threadgroup=(8, 1, 1),
            output_shapes=[(8,)], output_dtypes=[mx.float32], check=False)
+def tell(worker):
+    while worker.process_id is None:  # the kernel is being compiled
+        time.sleep(0.05)
+    time.sleep(0.5)
+    print(worker.process_id, flush=True)
 def work():
-    worker = process.thread_worker()
-    threading.Timer(1.0, lambda: print(worker.process_id, flush=True)).start()
+    threading.Thread(target=tell, args=(process.thread_worker(),)).start()
     call()
     time.sleep(60)
 threading.Thread(target=work).start()
