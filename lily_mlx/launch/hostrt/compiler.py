@@ -388,7 +388,7 @@ def _type(typed: str) -> str:
     return typed
 
 
-_FILE = re.compile(r'^\s*\.file\s+(\d+) "((?:[^"\\]|\\.)*)"(?: "((?:[^"\\]|\\.)*)")?', re.M)
+_FILE = re.compile(r'\t\.file\t(\d+) "((?:[^"\\]|\\.)*)"(?: "((?:[^"\\]|\\.)*)")?')
 _LOC = re.compile(
     r"^\s*\.loc\s+(\d+) (\d+) (\d+)[^\n]*\n|^[^\n]*-- Begin function [^\n]*\n|^\.?Lfunc_(end)\d+:\n", re.M
 )
