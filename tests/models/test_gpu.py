@@ -5,6 +5,8 @@ test_small_model. Stock reads its prompts token by token: in chunks it is wrong 
 with MLX 0.32.4 (bench.oracle.mended_products).
 """
 
+from statistics import median
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -64,9 +66,10 @@ def test_a_step_at_a_context_is_stocks(stock, lily, context):
 def test_memory_stays_over_2000_steps(lily, prompt):
     """No step copies a cache or keeps what the one before needed.
 
-    Between growths of the KV cache windows of 100 steps have the same least peak, early and late: what is
-    there, and the results of the two steps that may be in flight, which is less than a copy of the keys and
-    values would be. A single window may have more: a thread of MLX gives buffers back when it comes to it.
+    Between growths of the KV cache windows of 100 steps peak alike, early and late: what is there, and
+    the results of the two steps that may be in flight, which is less than a copy of the keys and values would
+    be. A single window may have less, if fewer were in flight, or more, if the machine is busy: a thread of
+    MLX gives buffers back when it comes to it.
     """
     model = lily[0]
     cache = make_prompt_cache(model)
@@ -95,8 +98,8 @@ def test_memory_stays_over_2000_steps(lily, prompt):
     assert len(windows) == 2
     for values in windows:
         half = len(values) // 2
-        assert abs(min(values[:half]) - min(values[half:])) <= in_flight / 2
-    assert min(windows[-1]) - active < in_flight + kept / 2
+        assert abs(median(values[:half]) - median(values[half:])) <= in_flight / 2
+    assert median(windows[-1]) - active < in_flight + kept / 2
 
 
 def test_a_long_prompt_in_chunks_is_the_oracles(stock, lily):
