@@ -347,7 +347,7 @@ def run(args: argparse.Namespace) -> int:
     passes = {name: lengths if name in ("stock", "lily") else prefill for name in engines}
     pairs = list(PAIRS)
     for step in args.against_steps:
-        for name in ("stock", "lily"):
+        for name in ("lily", "stock"):
             again = f"{name}, step {step}"
             engines[again], passes[again] = engines[name], chunks(sequences.shape[1], step)
             pairs.append((name, again))

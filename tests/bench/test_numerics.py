@@ -11,6 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import gated_delta, qwen3_5_moe
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 import lily_mlx
 from bench import numerics, oracle
@@ -289,6 +290,15 @@ def test_mended_products_are_stocks_and_only_those_of_64_inputs(monkeypatch):
     assert mx.array_equal(found[1], expected[1])
     narrow(inputs[0])
     assert calls[1:] == [(5, 64)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_mended_products_of_experts(bias):
+    experts = QuantizedSwitchLinear(64, 8, 3, bias=bias)
+    x, indices = mx.random.normal((5, 1, 64)), mx.array([0, 0, 1, 2, 2])
+    expected = experts(x, indices, sorted_indices=True)
+    with oracle.mended_products():
+        assert mx.allclose(experts(x, indices, sorted_indices=True), expected, rtol=1e-4, atol=1e-5)
 
 
 # --- The command --------------------------------------------------------------------------------------------
