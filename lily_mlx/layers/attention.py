@@ -75,7 +75,7 @@ class Attention(stock.Qwen3NextAttention):
             return stock.scaled_dot_product_attention(q, keys, values, mask=mask, **options)
         rows = -(-T // -(-T // rows))  # as many for each piece
         before = S - T  # tokens that the first query sees besides itself
-        spelt_out = mask == "causal" and _has_no_fused_kernel(q.shape[-1])
+        spelt_out = mask == "causal" and _keeps_scores(q.shape[-1])
         ahead = Ahead(PIECES_AHEAD)
         pieces: list[mx.array] = []
         for start in range(0, T, rows):
@@ -202,16 +202,15 @@ def _write(
     return keys, mx.put_along_axis(values, places, last_values, axis=2)
 
 
-def _has_no_fused_kernel(D: int) -> bool:
-    """Whether MLX's attention of many queries keeps the scores of this head size."""
+def _keeps_scores(D: int) -> bool:
+    """Whether MLX's attention of many queries by itself keeps the scores of this head size in memory."""
     return D > 128 and not (backend.resolve() == "metal" and backend.neural_accelerators()[0])
 
 
 def _causal_attention(q: mx.array, keys: mx.array, values: mx.array, scale: float, first: int) -> mx.array:
     """Attention of queries from position ``first`` on: the query heads of a group are rows of one product.
 
-    As MLX does it where it has no fused kernel for the head size, only that it reads the keys once for each
-    query head. On an H200, 131,072 keys: 172 TFLOP/s instead of 116 (128 queries at once). Every piece is
+    As MLX does it where it keeps the scores, only that it reads the keys once for each query head. On an H200, 131,072 keys: 172 TFLOP/s instead of 116 (128 queries at once). Every piece is
     multiplied with all keys: then the scores of all have one size, and MLX uses their memory again.
     """
     B, Hq, T, D = q.shape

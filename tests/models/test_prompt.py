@@ -165,7 +165,7 @@ def test_attention_spelt_out_is_the_same_and_its_scores_have_one_size(monkeypatc
     shapes = []
     inner = attention._masked
     monkeypatch.setattr(attention, "_masked", lambda s, *a: shapes.append(s.shape) or inner(s, *a))
-    monkeypatch.setattr(attention, "_has_no_fused_kernel", lambda D: True)
+    monkeypatch.setattr(attention, "_keeps_scores", lambda D: True)
     monkeypatch.setattr(attention, "MAX_PAIRS", 3 * (context + T))
     assert_close(layer.attend(q, keys, values, "causal"), whole, 1e-6)
     assert shapes == [(2, Hq, 3, context + T)] * 2 + [(2, Hq, 2, context + T)]
