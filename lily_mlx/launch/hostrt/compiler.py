@@ -49,8 +49,8 @@ _KERNEL_FLAGS = (
     "-fstack-clash-protection",  # no frame may reach over the page that guards a fiber's stack
     "-ffp-contract=on",
     "-ftrivial-auto-var-init=pattern",  # fill_locals() turns the pattern into the launch's poison
-    "-gline-tables-only",
     "-gdwarf-4",
+    "-gline-directives-only",  # the lines of code in the assembly, for add_tables(); no more is read
     "-fno-color-diagnostics",
     "-w",
     "-Wno-reserved-user-defined-literal",  # 1.0h
@@ -324,10 +324,10 @@ def kernel_library(prefix: Source, kernel: Source, include_dirs: tuple[Path, ...
     return _cached(f"kernel\n{key}\n{kernel.key}", ".so", make)
 
 
-_SHIFT = re.compile(r"^( *%\S+ = (?:shl|lshr|ashr)(?: \w+)* i)(\d+) (\S+), ([^,\s]+)", re.M)
-_NULL_ACCESS = re.compile(r"^( *(?:%\S+ = load|store) .*, ptr) null, align", re.M)
-_THREADGROUP = re.compile(r'^(@\S+ = .*?\b)(?=global .*, section "[^"]*lily_tg")', re.M)
-_AUTO_INIT = re.compile(r'^(!\d+) = !\{!"auto-init"\}$', re.M)
+_SHIFT = re.compile(r"^( *%\S+ = (?:shl|lshr|ashr)(?: \w+)* i)(\d+) (\S+), ([^,\s]+)")
+_NULL_ACCESS = re.compile(r"^( *(?:%\S+ = load|store) .*, ptr) null, align")
+_THREADGROUP = re.compile(r'^(@\S+ = .*?\b)(?=global .*, section "[^"]*lily_tg")')
+_AUTO_INIT = ' = !{!"auto-init"}\n'
 _FILL, _NULL = "@lily_fill", "@lily_null"  # in entry.h
 _WILD_POINTER = "inttoptr (i64 -40841467208998 to ptr)"  # an address that no process has
 
@@ -350,9 +350,9 @@ def as_metal(code: str) -> str:
         name = f"%lily.{next(counter)}"
         return f"  {name} = and i{width} {amount}, {last}\n{head}{width} {value}, {name}"
 
-    def fill(match: re.Match[str]) -> str:
+    def fill(line: str) -> str:
         name = f"%lily.{next(counter)}"
-        if store := re.match(r" *store (volatile )?(.*), ptr (\S+), align", line := match[0]):
+        if store := re.match(r" *store (volatile )?(.*), ptr (\S+), align", line):
             kind = _type(store[2])
             value = _WILD_POINTER if kind == "ptr" else name
             load = "" if kind == "ptr" else f"  {name} = load {kind}, ptr {_FILL}, align 1\n"
@@ -367,13 +367,29 @@ def as_metal(code: str) -> str:
         name = f"%lily.{next(counter)}"
         return f"  {name} = load ptr, ptr {_NULL}, align 8\n{match[1]} {name}, align"
 
-    code = _NULL_ACCESS.sub(hide_null, _SHIFT.sub(mask, code))
-    code = _THREADGROUP.sub(r"\1externally_initialized ", code)
-    if annotation := _AUTO_INIT.search(code):
-        code = re.sub(rf"^.* !annotation {annotation[1]}$", fill, code, flags=re.M)
+    for shift in (" = shl ", " = lshr ", " = ashr "):
+        code = _edited(code, shift, lambda line: _SHIFT.sub(mask, line))
+    code = _edited(code, " null, align", lambda line: _NULL_ACCESS.sub(hide_null, line))
+    code = _edited(code, 'lily_tg"', lambda line: _THREADGROUP.sub(r"\1externally_initialized ", line))
+    before, found, _ = code.partition(_AUTO_INIT)
+    if found:
+        annotation = before.rpartition("\n")[2]
+        code = _edited(code, f" !annotation {annotation}\n", fill)
         if "declare void @llvm.memset.p0.i64(" not in code:
             code += "\ndeclare void @llvm.memset.p0.i64(ptr, i8, i64, i1)\n"
     return code
+
+
+def _edited(code: str, text: str, edit: Callable[[str], str]) -> str:
+    """``code`` with each line that contains ``text`` as ``edit`` makes it; far quicker than a pattern."""
+    parts: list[str] = []
+    done = 0
+    while (at := code.find(text, done)) >= 0:
+        start = code.rfind("\n", done, at) + 1
+        end = code.index("\n", at)
+        parts += code[done:start], edit(code[start:end])
+        done = end
+    return "".join([*parts, code[done:]])
 
 
 def _type(typed: str) -> str:
