@@ -298,9 +298,10 @@ def kernel_library(prefix: Source, kernel: Source, include_dirs: tuple[Path, ...
     key = "\n".join((compiler.identity, *clang, runtime_digest(), prefix.key))
 
     def precompile(folder: Path, target: Path) -> None:
-        # By content, not by date: another process may have put the same source in its place since.
-        timeless = ["-Xclang", "-fno-pch-timestamp"]
-        _run([*clang, *timeless, "-x", "c++-header", str(source()), "-o", str(target)], folder)
+        # By content, not by date: another process may have put the same source in its place since. What
+        # the prefix needs of its templates is made here, not again for every kernel.
+        options = ["-Xclang", "-fno-pch-timestamp", "-fpch-instantiate-templates"]
+        _run([*clang, *options, "-x", "c++-header", str(source()), "-o", str(target)], folder)
 
     def source() -> Path:
         return _cached(f"source\n{key}", ".h", lambda _, file: file.write_text(prefix.text(), "utf-8"))
