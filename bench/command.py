@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 HELP = "measure Lily against stock MLX-LM on this machine"
 
+MAX_LENGTH = 1 << 20  # four times what these models are trained for
 _GATE_TEXT = (
     "def mean(values):\n    return sum(values) / len(values)\n\nThe list is sorted before it is returned, so "
     "that a caller may rely on the order of its elements and on nothing else."
@@ -176,7 +177,7 @@ def _prepare(args: argparse.Namespace, started: float) -> tuple[Comparison, Any]
         model=args.model or f"random:{args.random_weights}",
         arms=arms.parse(args.arms),
         phases=_phases(args.phase),
-        lengths=_lengths(args.lengths) if args.lengths else list(ab.DEFAULT_LENGTHS),
+        lengths=_lengths(args.lengths) if args.lengths is not None else list(ab.DEFAULT_LENGTHS),
         rounds=args.rounds,
         decode_tokens=args.decode_tokens,
         prefill_step_size=args.prefill_step_size,
@@ -239,6 +240,8 @@ def _lengths(text: str) -> list[int]:
         raise UsageError(f"--lengths is {text!r}; it must be whole numbers separated by commas") from None
     if small := [length for length in lengths if length < 2]:
         raise UsageError(f"--lengths names {small[0]}; a length is at least 2 tokens")
+    if large := [length for length in lengths if length > MAX_LENGTH]:
+        raise UsageError(f"--lengths names {large[0]}; a length is at most {MAX_LENGTH} tokens")
     return sorted(set(lengths))
 
 

@@ -331,7 +331,10 @@ def _speed(cell: Cell | None) -> str:
 
 
 def _gigabytes(cell: Cell | None) -> str:
-    return f"{cell.peak_memory / 1e9:.2f}" if cell else "-"
+    if cell is None:
+        return "-"
+    peak = cell.peak_memory / 1e9
+    return f"{peak:.2f}" if peak >= 1 else f"{peak:.3g}"
 
 
 def describe(facts: Mapping[str, object]) -> str:
@@ -368,9 +371,13 @@ def print_tables(groups: Sequence[Group], console: Console | None = None) -> Non
         console.print(describe(group.facts), highlight=False, markup=False)
         first, closer = _tables(group)
         for table in first + closer:
-            rich = RichTable(title=table.title, title_justify="left")
+            console.print(table.title, style="italic", highlight=False, markup=False)
+            rich = RichTable()
             for name in table.columns:
-                rich.add_column(name, justify="right" if name not in _TEXT_COLUMNS else "left")
+                # In a narrow terminal a figure is folded and never cut.
+                rich.add_column(
+                    name, justify="right" if name not in _TEXT_COLUMNS else "left", overflow="fold"
+                )
             for row in table.rows:
                 rich.add_row(*row)
             console.print(rich)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lily_mlx.errors import UsageError
 
 from .ablations import ABLATIONS, Ablation
-from .compare import WITHOUT, Group, Ratio, describe, memory_arms, not_measured
+from .compare import LILY, WITHOUT, Group, Ratio, as_percent, describe, memory_arms, not_measured
 from .record import PHASES
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ _THEMES = {
     "dark": {"ink": "#e6edf3", "faint": "#3d444d", "colors": ("#9198a1", "#4493f8", "#f0883e", "#3fb950")},
 }
 _MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
+_LILY_PLACE = 1
 
 
 def draw(groups: Sequence[Group], folder: Path) -> dict[int, dict[str, Path]]:
@@ -113,30 +114,46 @@ def _style(theme: str) -> Iterator[None]:
 
 def _title(figure: Figure, group: Group, text: str) -> None:
     facts = group.facts
-    figure.suptitle(f"{text}\n{facts['chip']}, {_model(group)}, MLX {facts['mlx']}", fontsize=11)
+    engine = f"MLX {facts['mlx']}, lily-mlx at {facts['commit'] or 'an unknown commit'}"
+    about = f"{facts['chip']}, {_model(group)}, prefill step {facts['prefill_step_size']:,}, {engine}"
+    figure.suptitle(f"{text}\n{about}", fontsize=9)
 
 
 def _model(group: Group) -> str:
     return describe(group.facts).split("; ")[1]
 
 
+def _styles(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour and marker of each arm; Lily's are the same in every plot."""
+    others = [arm for arm in arms if arm != LILY]
+    places = {arm: i if i < _LILY_PLACE else i + 1 for i, arm in enumerate(others)} | {LILY: _LILY_PLACE}
+    return {arm: {"color": f"C{i}", "marker": _MARKERS[i % len(_MARKERS)]} for arm, i in places.items()}
+
+
 def _throughput(group: Group, phase: str) -> Figure:
+    """Speeds, and below them ratios to the baseline where there is an arm to compare."""
     from matplotlib import pyplot
 
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7.2, 5.6), height_ratios=(3, 2))
     lengths = group.lengths(phase)
     arms = [arm for arm in group.arms if not arm.startswith(WITHOUT)]
+    styles = _styles(arms)
+    compared = any((cell := group.cells.get((phase, n, arm))) and cell.ratio for n in lengths for arm in arms)
+    if compared:
+        figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7.2, 5.6), height_ratios=(3, 2))
+    else:
+        figure, above = pyplot.subplots(figsize=(7.2, 3.6))
+        below = None
     all_means: list[float] = []
-    for i, arm in enumerate(arms):
+    for arm in arms:
         cells = [(n, group.cells[phase, n, arm]) for n in lengths if (phase, n, arm) in group.cells]
         at = [n for n, _ in cells]
-        style = {"marker": _MARKERS[i % len(_MARKERS)], "markersize": 5, "color": f"C{i}"}
+        style = {"markersize": 5, **styles[arm]}
         above.plot(at, [c.median for _, c in cells], label=arm, **style)
         above.fill_between(
-            at, [c.low for _, c in cells], [c.high for _, c in cells], alpha=0.2, color=f"C{i}"
+            at, [c.low for _, c in cells], [c.high for _, c in cells], alpha=0.2, color=style["color"]
         )
         ratios = [(n, c.ratio) for n, c in cells if c.ratio]
-        if arm == group.baseline or not ratios:
+        if arm == group.baseline or not ratios or below is None:
             continue
         means = [r.mean for _, r in ratios]
         all_means += means
@@ -147,14 +164,16 @@ def _throughput(group: Group, phase: str) -> Figure:
     above.set_ylim(bottom=0)
     above.yaxis.set_major_formatter("{x:,g}")
     above.legend(ncols=min(len(arms), 4))
-    below.axhline(1, linewidth=1, linestyle="--", color=_ink())
-    if all_means:  # an interval over few rounds may be too wide to draw
-        low, high = below.get_ylim()
+    if below is not None:
+        below.axhline(1, linewidth=1, linestyle="--", color=_ink())
+        low, high = below.get_ylim()  # an interval over few rounds may be too wide to draw
         below.set_ylim(max(low, 0), min(high, 2 * max(1.0, *all_means)))
-    below.set_ylabel(f"ratio to {group.baseline}")
-    below.set_xlabel("prompt, tokens" if phase == "prefill" else "context, tokens")
-    _length_axis(below, lengths)
-    _title(figure, group, f"{phase} throughput: median, slowest to fastest; ratio with 95 % interval")
+        below.set_ylabel(f"ratio to {group.baseline}")
+    lowest = above if below is None else below
+    lowest.set_xlabel("prompt, tokens" if phase == "prefill" else "context, tokens")
+    _length_axis(lowest, lengths)
+    ratio = "; ratio with 95 % interval" if below is not None else ""
+    _title(figure, group, f"{phase} throughput: median, slowest to fastest{ratio}")
     return figure
 
 
@@ -181,12 +200,15 @@ def _memory(group: Group) -> Figure:
 
     figure, axes = pyplot.subplots(figsize=(7.2, 3.6))
     lengths = group.lengths("prefill")
-    for i, arm in enumerate(memory_arms(group)):
+    arms = memory_arms(group)
+    styles = _styles(arms)
+    for arm in arms:
         cells = [(n, group.cells["prefill", n, arm]) for n in lengths if ("prefill", n, arm) in group.cells]
         if cells:
             at, peaks = zip(*((n, cell.peak_memory / 1e9) for n, cell in cells), strict=True)
-            axes.plot(at, peaks, label=arm, marker=_MARKERS[i % len(_MARKERS)], markersize=5, color=f"C{i}")
+            axes.plot(at, peaks, label=arm, markersize=5, **styles[arm])
     axes.set_ylabel("peak memory, GB")
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("prompt, tokens")
     axes.legend(fontsize=9)
     _length_axis(axes, lengths)
@@ -195,6 +217,7 @@ def _memory(group: Group) -> Figure:
 
 
 def _ablations(group: Group) -> Figure:
+    """Bars on a logarithmic axis, where a gain of 2 %, or a loss, can be seen beside a gain of 1,500 %."""
     from matplotlib import pyplot
 
     bars = _bars(group)
@@ -208,24 +231,31 @@ def _ablations(group: Group) -> Figure:
     }
     for row, (_, gain, reference, missing) in enumerate(bars):
         half = 0.2 if gain and reference is not None else 0.0
+        theirs_end = 1 + reference / 100 if reference is not None else 1.0
         if gain:
-            mean = 100 * (gain.mean - 1)
-            low, high = (100 * (x - gain.mean) if x is not None else 0.0 for x in (gain.low, gain.high))
-            error = {"xerr": ((-low,), (high,)), "ecolor": _ink(), "capsize": 2}
-            axes.barh(row - half, mean, 0.36, **here, **error)
+            low, high = (gain.mean if x is None else x for x in (gain.low, gain.high))
+            error = {"xerr": ((gain.mean - low,), (high - gain.mean,)), "ecolor": _ink(), "capsize": 2}
+            axes.barh(row - half, gain.mean - 1, 0.36, left=1, **here, **error)
+            axes.text(
+                max(high, 1), row - half, f"  {as_percent(gain).split(' (')[0]}", va="center", fontsize=7
+            )
             here.pop("label", None)
         else:
-            axes.text(max(reference or 0, 0), row, f"  {missing}", va="center", fontsize=7, style="italic")
+            axes.text(max(theirs_end, 1), row, f"  {missing}", va="center", fontsize=7, style="italic")
         if reference is not None:
-            axes.barh(row + half, reference, 0.36, **theirs)
+            axes.barh(row + half, theirs_end - 1, 0.36, left=1, **theirs)
             theirs.pop("label", None)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}x")
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, 0.75), max(high, 2) * 2)  # room for the figures beside the bars
     axes.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize=8)
     axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.axvline(0, linewidth=1, color=_ink())
+    axes.axvline(1, linewidth=1, color=_ink())
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("gain in speed from the mechanism, %")
+    axes.set_xlabel("speed with the mechanism over speed without it")
     figure.legend(loc="outside lower center", ncols=2, fontsize=9)
-    _title(figure, group, "ablations")
+    _title(figure, group, "what each mechanism gains")
     return figure
 
 
@@ -263,7 +293,7 @@ def _roofline(group: Group) -> Figure:
         label=f"measured limits: {group.bandwidth / 1e9:,.4g} GB/s, {group.matrix_peak / 1e12:,.3g} TFLOP/s",
     )
     arms = [arm for arm in group.arms if not arm.startswith(WITHOUT)]
-    for i, arm in enumerate(arms):
+    for arm, style in _styles(arms).items():
         for phase in PHASES:
             cells = [group.cells[k] for k in sorted(group.cells) if k[0] == phase and k[2] == arm]
             if cells:
@@ -271,10 +301,9 @@ def _roofline(group: Group) -> Figure:
                     [c.intensity for c in cells],
                     [c.flops_per_second for c in cells],
                     linestyle="none",
-                    marker=_MARKERS[i % len(_MARKERS)],
                     markersize=6,
-                    color=f"C{i}",
-                    markerfacecolor=f"C{i}" if phase == "prefill" else "none",
+                    markerfacecolor=style["color"] if phase == "prefill" else "none",
+                    **style,
                     label=f"{arm}, {phase}",
                 )
     axes.set_xscale("log")

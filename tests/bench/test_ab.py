@@ -314,6 +314,8 @@ def test_the_work_of_the_full_shape():
         (["--random-weights", "c", "--output", "x", "--phase", "both"], "--phase names 'both'"),
         (["--random-weights", "c", "--output", "x", "--lengths", "1K"], "--lengths is '1K'"),
         (["--random-weights", "c", "--output", "x", "--lengths", "1"], "at least 2 tokens"),
+        (["--random-weights", "c", "--output", "x", "--lengths", ""], "--lengths is ''"),
+        (["--random-weights", "c", "--output", "x", "--lengths", "999999999999"], "at most 1048576 tokens"),
         (["--random-weights", "c", "--output", "x", "--rounds", "0"], "--rounds is 0"),
         (["--random-weights", "c", "--output", "x", "--time-limit", "-1"], "--time-limit is -1"),
         (["--random-weights", "c", "--output", "x", "--cool-down", "nan"], "--cool-down is nan"),

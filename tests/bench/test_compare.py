@@ -1,13 +1,15 @@
 """lily-mlx bench compare: its figures against ones worked out by hand, its files, and bad lines."""
 
+import io
 import json
 import math
 import re
 
 import mlx.core as mx
 import pytest
+from rich.console import Console
 
-from bench import compare, record
+from bench import compare, plots, record
 from bench.ablations import ABLATIONS
 from lily_mlx import cli
 from lily_mlx.errors import UsageError
@@ -218,6 +220,41 @@ def test_a_page_may_ask_for_the_summary_alone(tmp_path):
     assert "every arm" not in text
     assert "every arm" in full.read_text()
     assert "    measure stock\n\n    measure lily\n" in full.read_text()
+
+
+def test_a_narrow_terminal_cuts_no_figure():
+    console = Console(width=50, record=True, file=io.StringIO())
+    compare.print_tables(compare.groups(three_rounds(), None), console)
+    text = console.export_text()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert "prefill: peak memory in GB, weights included\n" in text
+
+
+def test_memory_of_a_small_model_has_its_digits():
+    line = measured("stock", 0, 1.0, peak_memory_bytes=18_252_140)
+    assert compare.memory(compare.groups([line], None)[0]).rows == [["512", "0.0183"]]
+
+
+def test_a_plot_of_one_arm_has_no_ratios():
+    pytest.importorskip("matplotlib")
+    lily = compare.groups([x for x in three_rounds() if x["arm"] == "lily"], None)[0]
+    both = compare.groups([x for x in three_rounds() if x["arm"] in ("stock", "lily")], None)[0]
+    (alone,), (above, _) = (plots._throughput(group, "prefill").axes for group in (lily, both))
+    assert alone.lines[0].get_color() == above.lines[1].get_color()
+    assert alone.get_xlabel() == "prompt, tokens"
+
+
+def test_a_loss_can_be_seen_beside_a_large_gain():
+    pytest.importorskip("matplotlib")
+    lines = [measured("lily", r, s) for r, s in enumerate((1.0, 1.0))]
+    lines += [measured("lily-without-qmv", r, s, run="r1") for r, s in enumerate((16.0, 16.0))]
+    lines += [measured("lily-without-qmm", r, s, run="r1") for r, s in enumerate((0.9, 0.9))]
+    (axes,) = plots._ablations(compare.groups(lines, None)[0]).axes
+    assert axes.get_xscale() == "log"
+    ends = {round(bar.get_x() + bar.get_width(), 6) for bar in axes.patches}
+    assert {16.0, 0.9} <= ends
+    assert {"  +1500.0 %", "  -10.0 %"} <= {text.get_text() for text in axes.texts}
+    assert axes.get_xlim()[0] < 0.9
 
 
 def test_plots_in_light_and_dark(tmp_path):
