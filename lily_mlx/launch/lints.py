@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .msl import INCLUDE_DIR
 
@@ -84,8 +85,7 @@ class Diagnostic:
         return f"{self.file}:{self.line}: {self.rule}: {self.message}"
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """A token of preprocessed source; ``start`` and ``end`` are positions in its text."""
 
     kind: str
@@ -164,6 +164,8 @@ class Source:
         self.text = text
         self.attributes: dict[int, list[tuple[str, Token]]] = {}
         self.tokens = self._without_attributes(tokenize(text, file))
+        self._texts = [token.text for token in self.tokens]
+        self._closing = self._pair_brackets()
         self.functions: list[Function] = []
         self.scopes: list[str] = []
         self.owner: list[Function | None] = []
@@ -189,22 +191,29 @@ class Source:
                 kept.append(token)
         return kept
 
+    def _pair_brackets(self) -> dict[int, int]:
+        """The position of the closing bracket by that of the opening one, the last token without any."""
+        opened: dict[str, list[int]] = {closing: [] for closing in _CLOSING.values()}
+        pairs: dict[int, int] = {}
+        for i, text in enumerate(self._texts):
+            if text in _CLOSING:
+                opened[_CLOSING[text]].append(i)
+            elif opened.get(text):
+                pairs[opened[text].pop()] = i
+        for rest in opened.values():
+            pairs.update(dict.fromkeys(rest, len(self.tokens) - 1))
+        return pairs
+
     def word(self, i: int) -> str:
         """Text of token i, empty outside the source."""
-        return self.tokens[i].text if 0 <= i < len(self.tokens) else ""
+        return self._texts[i] if 0 <= i < len(self._texts) else ""
 
     def kind(self, i: int) -> str:
         return self.tokens[i].kind if 0 <= i < len(self.tokens) else ""
 
     def closing(self, i: int) -> int:
         """Position of the bracket that closes the one at i."""
-        opening, closing = self.word(i), _CLOSING[self.word(i)]
-        depth = 0
-        for j in range(i, len(self.tokens)):
-            depth += (self.word(j) == opening) - (self.word(j) == closing)
-            if depth == 0:
-                return j
-        return len(self.tokens) - 1
+        return self._closing[i]
 
     def after_angles(self, i: int) -> int:
         """Position after the template list that opens at i; i itself if it is not one."""

@@ -110,19 +110,34 @@ def language() -> str:
     return digest.hexdigest()
 
 
+@functools.cache
+def library(mode: Mode, folder: Path) -> list[str]:
+    """What has clang read ``<metal_stdlib>`` precompiled."""
+    header = folder / f"{mode}.h"
+    header.write_text("#include <metal_stdlib>\n")
+    target = header.with_suffix(".pch")
+    clang, flags = compiler.find_compiler(), [*FLAGS[mode], "-w", "-ffreestanding", f"-I{INCLUDE_DIR}"]
+    subprocess.run([*clang.command, *flags, "-x", "c++-header", str(header), "-o", str(target)], check=True)
+    return [*flags, "-include-pch", str(target)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("library")
+
+
 @pytest.mark.parametrize("names", units(), ids=lambda names: names[0])
-def test_headers_compile(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_headers_compile(names: tuple[str, ...], tmp_path: Path, folder: Path) -> None:
     clang = compiler.find_compiler()
     running: dict[Path, subprocess.Popen[str]] = {}
     text = source(*names)[0]
     for mode, flags in FLAGS.items():
-        flags = [*flags, "-w", "-ffreestanding", "-fsyntax-only"]
         key = hashlib.sha256("\n".join([clang.identity, *flags, language(), text]).encode()).hexdigest()
         done = settings().cache_dir / "headers" / key  # exists when the same source has compiled before
         if not done.exists():
             path = tmp_path / f"{mode}.cpp"
             path.write_text(rewrite.translate(text, mode=mode))
-            command = [*clang.command, "-x", "c++", *flags, f"-I{INCLUDE_DIR}", str(path)]
+            command = [*clang.command, "-x", "c++", "-fsyntax-only", *library(mode, folder), str(path)]
             running[done] = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     for done, process in running.items():
         _, log = process.communicate()
