@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,47 +188,45 @@ def test_processes_share_the_cache(tmp_path):
     assert len(list((tmp_path / "host").glob("*.so"))) == 2  # the worker and the kernel
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A cache with what FRESH compiles, which a test leaves as it was."""
+    folder = tmp_path_factory.mktemp("compiled")
+    assert run_in(folder, FRESH) == str([2.0] * 8)
+    return folder
+
+
+def run_in(cache, program):
+    """What a program prints that has ``cache`` for its cache."""
+    environment = {**os.environ, "LILY_CACHE_DIR": str(cache)}
+    run = [sys.executable, "-c", program]
+    return subprocess.run(run, env=environment, stdout=subprocess.PIPE, text=True, timeout=120).stdout.strip()
+
+
 @pytest.mark.parametrize("damage", [lambda old: b"", lambda old: b"junk" * 99, lambda old: old[:1000]])
-def test_a_damaged_library_in_the_cache_is_made_again(tmp_path, damage):
+def test_a_damaged_library_in_the_cache_is_made_again(compiled, damage):
     """Each of the two at a time, the worker and the kernel."""
-    environment = {**os.environ, "LILY_CACHE_DIR": str(tmp_path)}
-
-    def out():
-        run = [sys.executable, "-c", FRESH]
-        return subprocess.run(
-            run, env=environment, stdout=subprocess.PIPE, text=True, timeout=120
-        ).stdout.strip()
-
-    assert out() == str([2.0] * 8)
-    made = sorted((tmp_path / "host").glob("*.so"))
+    made = sorted((compiled / "host").glob("*.so"))
     assert len(made) == 2
     for path in made:
         size = path.stat().st_size
         path.write_bytes(damage(path.read_bytes()))
-        assert out() == str([2.0] * 8)
+        assert run_in(compiled, FRESH) == str([2.0] * 8)
         assert path.stat().st_size == size
 
 
-def test_a_damaged_precompiled_header_in_the_cache_is_made_again(tmp_path):
-    environment = {**os.environ, "LILY_CACHE_DIR": str(tmp_path)}
-
-    def out(program):
-        run = [sys.executable, "-c", program]
-        return subprocess.run(
-            run, env=environment, stdout=subprocess.PIPE, text=True, timeout=120
-        ).stdout.strip()
-
-    assert out(FRESH) == str([2.0] * 8)
-    kept = {
-        path: path.read_bytes() for path in (tmp_path / "host").glob("*") if path.suffix in (".h", ".pch")
-    }
+def test_a_damaged_precompiled_header_in_the_cache_is_made_again(compiled, tmp_path):
+    shutil.copytree(compiled, tmp_path, dirs_exist_ok=True)
+    kept = [path for path in (tmp_path / "host").glob("*") if path.suffix in (".h", ".pch")]
     assert len(kept) == 2
-    for path, content in kept.items():
+    for path in kept:
+        content = path.read_bytes()
         middle = len(content) // 2
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :])
-    assert out(FRESH.replace("+ 1", "+ 2")) == str([3.0] * 8)
-    for path, content in kept.items():
-        assert len(path.read_bytes()) == len(content)
+    assert run_in(tmp_path, FRESH.replace("+ 1", "+ 2")) == str([3.0] * 8)
+    for path in kept:
+        digest = path.with_name(f"{path.name}.sha256").read_text()
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
 
 
 def test_a_library_that_cannot_be_loaded_is_named(tmp_path):
