@@ -16,6 +16,7 @@ Every measurement is one line, written at once: an interrupted run keeps its lin
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import json
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -105,10 +106,10 @@ class Watcher(Protocol):
 
 
 class Output:
-    """The folder of one comparison.
+    """The folder of one comparison, which only one run at a time may write to.
 
     Raises:
-        UsageError: it holds another comparison, or one that was not to be resumed.
+        UsageError: it holds another comparison, one that was not to be resumed, or another run writes to it.
     """
 
     def __init__(self, folder: Path, settings: Settings, environment: record.Record, resume: bool) -> None:
@@ -117,8 +118,9 @@ class Output:
         self.described = folder / SETTINGS_FILE
         software = {k: environment[k] for k in ("chip", "mlx", "mlx_lm", "lily_mlx", "commit")}
         self.wanted = {**asdict(settings), **software}
-        if self.file.exists() and not resume:
-            raise UsageError(f"{folder} holds measurements already; add --resume or name another --output")
+        self.resume = resume
+        self.lock: IO[str] | None = None
+        self._hold()
         if self.described.exists() and resume:
             self.run = _check_same(self.described, self.wanted)
             if self.file.exists():
@@ -134,14 +136,41 @@ class Output:
         """Make the folder, with a description that a resumed run is held against.
 
         Raises:
-            UsageError: it cannot be made.
+            UsageError: it cannot be made, or another run was faster.
         """
         folder = self.described.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"{folder} cannot be made: {error.strerror}") from None
+        self._hold()
+        self.close()  # the description is replaced, and with it what is locked
         write_text(self.described, json.dumps({"run": self.run, **self.wanted}, indent=2) + "\n")
+        self._hold()
+
+    def _hold(self) -> None:
+        """Lock the folder's description, if there is one, until :meth:`close`."""
+        folder = self.described.parent
+        if self.lock is None and self.described.exists():
+            lock = self.described.open(encoding="utf-8")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"another lily-mlx bench writes to {folder} now; wait for it or name another --output"
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+            self.lock = lock
+        if self.file.exists() and not self.resume:
+            self.close()
+            raise UsageError(f"{folder} holds measurements already; add --resume or name another --output")
+
+    def close(self) -> None:
+        """Let another run write to the folder."""
+        if self.lock is not None:
+            self.lock.close()
+            self.lock = None
 
     def add(self, line: record.Record) -> None:
         """Write a measurement."""

@@ -161,6 +161,9 @@ def run(args: argparse.Namespace) -> int:
             raise
         print(f"\ninterrupted; what is measured is in {args.output}: --resume goes on", file=sys.stderr)
         return 130
+    finally:
+        if comparison is not None:
+            comparison.output.close()
     if not finished:
         print(f"the time limit of {args.time_limit:g} s ended the run; --resume goes on with it")
     if comparison.output.done:
@@ -187,13 +190,14 @@ def _prepare(args: argparse.Namespace, started: float) -> tuple[Comparison, Any]
     )
     environment = record.environment(args.commit)
     output = ab.Output(args.output, settings, environment, args.resume)
+    text = _prompt_text(args.prompt_file)
     model, tokenizer, vocabulary = _load(args)
     comparison = ab.Comparison(
         settings=settings,
         model=model,
         output=output,
         environment=environment,
-        prompt=_prompt(args, tokenizer, vocabulary),
+        prompt=_prompt(args, text, tokenizer, vocabulary),
         trained=tokenizer is not None,
         gate_tokens=_gate_tokens(args, tokenizer, vocabulary),
         clock=ab.Clock(None if args.time_limit is None else args.time_limit - (time.monotonic() - started)),
@@ -264,16 +268,19 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, int]:
     return model, tokenizer, checkpoint.text_config(config)["vocab_size"]
 
 
-def _prompt(args: argparse.Namespace, tokenizer: Any, vocabulary: int) -> Any:
-    from . import ab
-
-    if args.prompt_file is None:
-        return ab.random_prompt(vocabulary, args.seed)
+def _prompt_text(file: Path | None) -> str | None:
     try:
-        text = args.prompt_file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8") if file else None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise UsageError(f"--prompt-file {args.prompt_file} cannot be read: {reason}") from None
+        raise UsageError(f"--prompt-file {file} cannot be read: {reason}") from None
+
+
+def _prompt(args: argparse.Namespace, text: str | None, tokenizer: Any, vocabulary: int) -> Any:
+    from . import ab
+
+    if text is None:
+        return ab.random_prompt(vocabulary, args.seed)
     tokens = tokenizer.encode(text)
     if not tokens:
         raise UsageError(f"--prompt-file {args.prompt_file} is empty; it must hold at least one token")

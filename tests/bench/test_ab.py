@@ -124,6 +124,41 @@ def test_a_folder_is_not_mixed_with_another_run(bench, monkeypatch, capsys):
         assert said in capsys.readouterr().err
 
 
+def test_two_runs_do_not_write_to_one_folder(bench, monkeypatch, capsys):
+    timed, said = ab._timed, []
+
+    def with_another_run(arm, measure):
+        if not said:
+            for words in ((), ("--resume",)):
+                with pytest.raises(SystemExit) as stopped:
+                    bench(*words)
+                assert stopped.value.code == 2
+                said.append(capsys.readouterr().err)
+        return timed(arm, measure)
+
+    monkeypatch.setattr(ab, "_timed", with_another_run)
+    assert bench() == 0
+    assert all("another lily-mlx bench writes to" in text and text.count("\n") == 1 for text in said)
+    assert len(said) == 2
+    assert len(lines_of(bench)) == 24
+
+
+def test_the_slower_of_two_runs_that_start_together_gives_way(bench, monkeypatch, capsys):
+    checked = gate.check
+
+    def while_another_run_ends(*arguments):
+        monkeypatch.setattr(gate, "check", checked)
+        assert bench() == 0
+        return checked(*arguments)
+
+    monkeypatch.setattr(gate, "check", while_another_run_ends)
+    with pytest.raises(SystemExit) as stopped:
+        bench()
+    assert stopped.value.code == 2
+    assert "holds measurements already" in capsys.readouterr().err
+    assert len(lines_of(bench)) == 24
+
+
 def test_the_time_limit_begins_nothing_that_would_end_later(bench, monkeypatch, capsys):
     monkeypatch.setattr(
         ab.Clock, "allows", lambda self, seconds=0.0: len(self.asked) < 6 and not self.asked.append(1)
@@ -322,6 +357,10 @@ def test_the_work_of_the_full_shape():
         (["--random-weights", "c", "--output", "x", "--prompt-file", "p"], "needs a tokenizer"),
         (["--random-weights", "c", "--output", __file__], "which is a file"),
         (["--model", "/no/such", "--output", "x"], "'/no/such' is neither"),
+        (
+            ["--model", "m", "--output", "x", "--prompt-file", "/no/such"],
+            "--prompt-file /no/such cannot be read",
+        ),
     ],
 )
 def test_bad_input_is_one_line(words, said, tmp_path, monkeypatch, capsys):
