@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 HELP = "measure Lily against stock MLX-LM on this machine"
 
-MAX_LENGTH = 1 << 20  # four times what these models are trained for
 _GATE_TEXT = (
     "def mean(values):\n    return sum(values) / len(values)\n\nThe list is sorted before it is returned, so "
     "that a caller may rely on the order of its elements and on nothing else."
@@ -238,6 +237,8 @@ def _phases(text: str) -> list[str]:
 
 
 def _lengths(text: str) -> list[int]:
+    from .costs import MAX_LENGTH
+
     try:
         lengths = [int(part) for part in text.split(",")]
     except ValueError:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -281,8 +282,10 @@ def run(args: argparse.Namespace) -> int:
     for name, value, low in (("tokens", tokens, 1), ("context", context, 0), ("top", args.top, 1)):
         if value < low:
             raise UsageError(f"--{name} is {value}; it must be at least {low}")
-    if args.bandwidth is not None and not args.bandwidth > 0:
-        raise UsageError(f"--bandwidth is {args.bandwidth}; it must be above 0 GB/s")
+        if value > costs.MAX_LENGTH:
+            raise UsageError(f"--{name} is {value}; it must be at most {costs.MAX_LENGTH}")
+    if args.bandwidth is not None and not 0 < args.bandwidth < math.inf:
+        raise UsageError(f"--bandwidth is {args.bandwidth}; it must be above 0 GB/s, and finite")
     if args.json:
         check_file("--json", args.json)
     engine.require_mlx()

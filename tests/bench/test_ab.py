@@ -324,6 +324,13 @@ def full_shape():
     return model
 
 
+def test_limits_count_all_that_was_timed(monkeypatch):
+    seconds = iter(range(1000))
+    monkeypatch.setattr("time.perf_counter", lambda: next(seconds))  # every sample takes a second
+    monkeypatch.setattr(mx, "default_device", lambda: mx.cpu)
+    assert costs.peaks() == {"bandwidth": 8 * 2 * 4 * (8 << 20), "matrix_peak": 8 * 2 * 256**3}
+
+
 def test_the_work_of_the_full_shape():
     """2.92 G active 4-bit weights, gates, state and 4,096 tokens of context are 1.88 GB a token."""
     model = full_shape()

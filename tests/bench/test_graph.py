@@ -274,6 +274,8 @@ def test_the_command_on_a_checkpoint(tmp_path, capsys):
         (["--context", -1], "--context is -1"),
         (["--bandwidth", 0], "--bandwidth is 0.0; it must be above 0"),
         (["--bandwidth", "nan"], "--bandwidth is nan"),
+        (["--bandwidth", "inf"], "--bandwidth is inf"),
+        (["--context", 99999999999], "--context is 99999999999; it must be at most 1048576"),
         (["--top", 0], "--top is 0"),
         (["--json", "absent/x.json"], "whose folder does not exist"),
     ],
