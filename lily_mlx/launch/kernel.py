@@ -6,7 +6,8 @@ runs it on a back-end. Every rule that all back-ends share is enforced here and 
 - buffers have the declared axes and dtypes, and an axis has one size throughout a call;
 - the grid is whole threadgroups, and a threadgroup whole simdgroups of 32, because CUDA launches whole
   blocks where Metal would cut the last threadgroup;
-- static threadgroup memory is at most 32 KB, Metal's limit;
+- static threadgroup memory is at most 32 KB, Metal's limit; a threadgroup has at most 384 threads on Metal,
+  whatever the GPU here, and 1,024 elsewhere;
 - an input of fewer than 8 elements is padded to 8, because MLX passes smaller ones in another address space;
 - every variant has a name of its own, because MLX caches compiled kernels by name.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,6 +33,13 @@ from .backend import resolve
 
 MAX_THREADGROUP_BYTES = 32 * 1024
 MAX_THREADS_PER_THREADGROUP = 1024
+MAX_METAL_THREADS_PER_THREADGROUP = 384
+"""Threads that Apple GPUs of every generation launch, whatever registers a kernel takes.
+
+An M1 or M2 has registers for 1,024 threads of 52 each, but only for 384 of 128, the most that a thread can
+have (Mesa's table for these GPUs). How many a kernel takes is up to Apple's compiler, so it shows on the
+user's machine only, and there MLX raises ValueError for a launch of more threads than the pipeline allows.
+"""
 SIMD_WIDTH = 32
 MIN_INPUT_SIZE = 8
 MAX_BLOCKS_YZ = 65535  # CUDA's limit on the second and third axis of a grid
@@ -81,7 +90,7 @@ class Kernel:
         stem: the file's name without suffix.
         inputs, outputs: buffers in the order of the signature.
         template: names of the template parameters, in order. A dtype, an int or a bool each.
-        variants: examples, see :func:`all_kernels`.
+        variants: examples, see :meth:`variants_on`.
         threadgroup_bytes: template values -> bytes of static threadgroup memory.
         math_mode: Metal's: "safe" keeps NaN, infinities and the order of operations.
         folder: where the file is.
@@ -95,6 +104,11 @@ class Kernel:
     threadgroup_bytes: Callable[[Mapping[str, Any]], int] = field(default=lambda _: 0)
     math_mode: str = "safe"
     folder: Path = source.KERNELS
+
+    def variants_on(self, backend: str) -> tuple[Variant, ...]:
+        """The variants whose threadgroups may be launched on a back-end."""
+        most = max_threads(backend)
+        return tuple(variant for variant in self.variants if math.prod(variant.threadgroup) <= most)
 
     def example(self, variant: Variant) -> dict[str, Any]:
         """Arguments of :func:`launch` for a variant, with inputs of zeros."""
@@ -115,6 +129,11 @@ class Kernel:
             "output_shapes": [shape(buffer) for buffer in self.outputs],
             "output_dtypes": [dtype(buffer) for buffer in self.outputs],
         }
+
+
+def max_threads(backend: str) -> int:
+    """Threads that a threadgroup may have on a back-end."""
+    return MAX_METAL_THREADS_PER_THREADGROUP if backend == "metal" else MAX_THREADS_PER_THREADGROUP
 
 
 _kernels: dict[str, Kernel] = {}
@@ -168,7 +187,8 @@ def launch(
         inputs: an array for each input, None for an optional one that is absent. Made row contiguous.
         template: a value for each template parameter.
         grid: threads on each axis, a multiple of ``threadgroup``.
-        threadgroup: threads on each axis; their product is a multiple of 32, at most 1,024.
+        threadgroup: threads on each axis; their product is a multiple of 32, at most
+            :func:`max_threads`.
         output_shapes, output_dtypes: of each output.
         backend: ``metal``, ``cuda`` or ``host``; by default the one in use.
         init_value: fill outputs with it first; by default they start undefined.
@@ -177,7 +197,7 @@ def launch(
         The outputs.
 
     Raises:
-        ValueError: the call does not fit the kernel's declaration, or a limit that all back-ends share.
+        ValueError: the call does not fit the kernel's declaration, or a limit above.
     """
     if template.keys() != set(kernel.template):
         raise ValueError(f"{kernel.stem}: template has {sorted(template)}, not {sorted(kernel.template)}")
@@ -238,7 +258,7 @@ def _prepare(
 ) -> _Call:
     values = dict(template)
     _check_buffers(kernel, inputs, values, output_shapes, output_dtypes)
-    _check_threads(kernel, grid, threadgroup)
+    _check_threads(kernel, backend, grid, threadgroup)
     used = kernel.threadgroup_bytes(values)
     if used > MAX_THREADGROUP_BYTES:
         raise ValueError(
@@ -296,12 +316,12 @@ def _check_buffers(
             raise ValueError(f"{kernel.stem}: {buffer.name} is {shape}, declared [{buffer.axes}] {known}")
 
 
-def _check_threads(kernel: Kernel, grid: Triple, threadgroup: Triple) -> None:
-    threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
-    if threads % SIMD_WIDTH or not 0 < threads <= MAX_THREADS_PER_THREADGROUP:
+def _check_threads(kernel: Kernel, backend: str, grid: Triple, threadgroup: Triple) -> None:
+    threads = math.prod(threadgroup)
+    if threads % SIMD_WIDTH or not 0 < threads <= max_threads(backend):
         raise ValueError(
             f"{kernel.stem}: threadgroup {threadgroup} has {threads} threads; "
-            f"must be a multiple of {SIMD_WIDTH} up to {MAX_THREADS_PER_THREADGROUP}"
+            f"must be a multiple of {SIMD_WIDTH} up to {max_threads(backend)} on {backend}"
         )
     if any(size <= 0 or size % group for size, group in zip(grid, threadgroup, strict=True)):
         raise ValueError(f"{kernel.stem}: grid {grid} is not whole threadgroups of {threadgroup}")

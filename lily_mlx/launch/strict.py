@@ -229,7 +229,7 @@ def _kernel_calls(stems: Sequence[str] | None = None) -> Iterator[tuple[str, str
         if stems is not None and each.stem not in stems:
             continue
         header, body = source.assemble(each, "metal")
-        for variant in each.variants:
+        for variant in each.variants_on("metal"):
             call = each.example(variant)
             call["template"] = list(call["template"].items())
             call["input_names"] = [buffer.name for buffer in each.inputs]

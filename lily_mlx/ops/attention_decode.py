@@ -181,6 +181,7 @@ KERNEL = declare(
             _variant(mx.float16, mx.float16, 3, 5, 224, 128, _BLOCKS),
             _variant(mx.float32, mx.bfloat16, 2, 8, 256, 1024, _ONE_PASS),
             _variant(mx.float32, mx.bfloat16, 2, 8, 256, 1024, {"simdgroups": 12, "heads": 2, "columns": 64}),
+            _variant(mx.float32, mx.bfloat16, 2, 8, 256, 1024, {**_ONE_PASS, "simdgroups": 8}),
             _variant(mx.float32, mx.float16, 2, 8, 256, 1024, {**_ONE_PASS, "simdgroups": 8}),
             _variant(mx.float32, mx.float32, 2, 8, 256, 1024, _ONE_PASS),
             _variant(mx.bfloat16, mx.bfloat16, 3, 5, 224, 128, _ONE_PASS),

@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..launch import backend as backends
-from ..launch.kernel import MAX_THREADGROUP_BYTES, Buffer, Kernel, Variant, declare, launch
+from ..launch.kernel import MAX_THREADGROUP_BYTES, Buffer, Kernel, Variant, declare, launch, max_threads
 from ..tiles import choose
 from .expert_gate_up import Chosen
 from .packed import ACTIVATION_DTYPES, Packed, lanes_per_row, shared_vector_bytes, why_not
@@ -93,7 +93,8 @@ def supports(
     backend: str | None = None,
 ) -> str | None:
     """None if the kernel takes these arrays on the back-end (by default the one in use), else the reason."""
-    if (backend or backends.resolve()) == "ops":
+    backend = backend or backends.resolve()
+    if backend == "ops":
         return "no GPU back-end"
     N, M = residual.shape[-1], matrices.columns
     if reason := why_not("down", matrices, M, matrices.weight.shape[0]):
@@ -104,8 +105,9 @@ def supports(
         return f"residual has shape {residual.shape}, more than one vector"
     if residual.dtype not in ACTIVATION_DTYPES:
         return f"residual is {residual.dtype}"
-    if not 1 <= top_k <= MAX_TOP_K:
-        return f"{top_k} chosen experts; 1 to {MAX_TOP_K} are possible"
+    most = min(MAX_TOP_K, max_threads(backend) // 32 - 1)  # a simdgroup for each, and the shared one
+    if not 1 <= top_k <= most:
+        return f"{top_k} chosen experts; 1 to {most} are possible on {backend}"
     if chosen.dtype != mx.float32 or chosen.shape != ((top_k + 1) * (M + 2),):
         return f"chosen is {chosen.dtype} {chosen.shape}, not {top_k + 1} experts of {M}"
     if M % 32:

@@ -176,6 +176,7 @@ ROUTE = declare(
         template=("LogitT", "E", "TOP_K", "TOKENS", "SIMDGROUPS"),
         variants=(
             _choice_variant(mx.float32, 32, 256, 8, _tile(32, 32, 64, 16)),
+            _choice_variant(mx.float32, 32, 256, 8, _tile(32, 12, 32, 12)),
             _choice_variant(mx.bfloat16, 5, 37, 3, _tile(64, 4, 64, 4)),
         ),
         threadgroup_bytes=lambda values: (
@@ -196,6 +197,7 @@ CHOOSE = declare(
         template=("LogitT", "E", "TOP_K", "TOKENS", "SIMDGROUPS"),
         variants=(
             _choice_variant(mx.float32, 2048, 256, 8, _tile(16, 16, 64, 16)),
+            _choice_variant(mx.float32, 2048, 256, 8, _tile(16, 12, 32, 12)),
             _choice_variant(mx.bfloat16, 100, 37, 3, _tile(8, 2, 32, 4)),
             _choice_variant(mx.float16, 100, 1024, 31, _tile(32, 8, 32, 4)),
         ),
@@ -221,6 +223,7 @@ SCATTER = declare(
         template=("E", "TOP_K", "CHUNK_TOKENS", "TOKENS", "SIMDGROUPS"),
         variants=(
             _scatter_variant(2048, 256, 8, _tile(16, 16, 64, 16)),
+            _scatter_variant(2048, 256, 8, _tile(16, 12, 32, 12)),
             _scatter_variant(100, 37, 3, _tile(8, 2, 32, 4)),
             _scatter_variant(100, 1024, 31, _tile(32, 8, 128, 4)),
         ),

@@ -125,6 +125,7 @@ KERNEL = declare(
             _variant(mx.bfloat16, mx.bfloat16, _QWEN, lanes=4, simdgroups=8),
             _variant(mx.float16, mx.float32, _QWEN, lanes=8, simdgroups=8),
             _variant(mx.bfloat16, mx.float32, _QWEN, lanes=16, simdgroups=16),
+            _variant(mx.bfloat16, mx.float32, _QWEN, lanes=16, simdgroups=8),
             _variant(mx.float32, mx.float32, _SMALL, lanes=8, simdgroups=4),
         ),
         threadgroup_bytes=lambda values: 4 * (2 * values["Dk"] + 2 * values["Dv"]),

@@ -125,6 +125,21 @@ def test_calls_that_do_not_fit_are_refused(tmp_path, changes, message):
         scale(scale_kernel(tmp_path), mx.ones((64,)), **changes)
 
 
+def test_metal_launches_no_more_threads_than_every_apple_gpu_has_registers_for(tmp_path):
+    """Known without a GPU, in a trace too: on an M1 or M2 MLX would find out in the middle of a prompt."""
+    kernel = scale_kernel(tmp_path)
+
+    def traced(threads: int) -> None:
+        size = {"grid": (threads, 1, 1), "threadgroup": (threads, 1, 1)}
+        mx.export_function(lambda node: None, lambda x: scale(kernel, x, "metal", **size), mx.ones((1024,)))
+
+    traced(384)
+    with pytest.raises(ValueError, match="has 416 threads; must be a multiple of 32 up to 384 on metal"):
+        traced(416)
+    size = {"grid": (1024, 1, 1), "threadgroup": (1024, 1, 1)}
+    assert scale(kernel, mx.ones((1024,)), "host", **size).shape == (1024,)
+
+
 def test_inputs_that_do_not_fit_are_refused(tmp_path):
     kernel = scale_kernel(tmp_path)
     rest = {

@@ -177,6 +177,16 @@ def test_supports_gives_the_reason(change, reason):
     assert answer is None if reason is None else reason in answer
 
 
+@pytest.mark.parametrize(("backend", "most"), [("metal", 11), ("cuda", 31)])
+def test_no_more_experts_than_a_threadgroup_has_simdgroups(backend, most):
+    """On Metal 12 simdgroups, of which the shared expert has one."""
+    for top_k in (most, most + 1):
+        chosen, residual, matrices, _ = problem(32, 64, 33, top_k).values()
+        answer = op.supports(chosen, residual, matrices, top_k, backend=backend)
+        want = None if top_k == most else f"{top_k} chosen experts; 1 to {most} are possible on {backend}"
+        assert answer == want
+
+
 def test_supports_without_a_gpu(monkeypatch):
     monkeypatch.setenv("LILY_BACKEND", "ops")
     assert op.supports(**GOOD) == "no GPU back-end"
