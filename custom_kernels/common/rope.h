@@ -16,7 +16,7 @@ struct lily_rotation {
 LILY_INLINE lily_rotation lily_rotation_at(i32 position, f32 frequency) {
   const f32 angle = f32(position) * frequency;
   lily_rotation rotation;
-  rotation.cosine = cos(angle);
-  rotation.sine = sin(angle);
+  rotation.cosine = lily_cos(angle);
+  rotation.sine = lily_sin(angle);
   return rotation;
 }

@@ -152,6 +152,14 @@ LILY_INLINE f32 lily_log(f32 x) {
   return logf(x);
 }
 
+LILY_INLINE f32 lily_cos(f32 x) {
+  return cosf(x);
+}
+
+LILY_INLINE f32 lily_sin(f32 x) {
+  return sinf(x);
+}
+
 LILY_INLINE f32 lily_rsqrt(f32 x) {
   return rsqrtf(x);
 }

@@ -106,6 +106,14 @@ LILY_INLINE f32 lily_log(f32 x) {
   return precise::log(x);
 }
 
+LILY_INLINE f32 lily_cos(f32 x) {
+  return precise::cos(x);
+}
+
+LILY_INLINE f32 lily_sin(f32 x) {
+  return precise::sin(x);
+}
+
 LILY_INLINE f32 lily_rsqrt(f32 x) {
   return precise::rsqrt(x);
 }

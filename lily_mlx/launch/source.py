@@ -5,7 +5,8 @@ A kernel's file has two regions. Above :data:`BODY_MARK` lies the header: templa
 signature MLX writes. Nothing is generated: the text that a compiler sees is the text of the files.
 
 The three preludes define one list of primitives. :func:`check_preludes` compares the lists,
-:func:`check_intrinsics` finds code that names a primitive of one back-end directly.
+:func:`check_intrinsics` finds code that names a primitive of one back-end, or a function whose precision each
+back-end's compiler chooses.
 """
 
 from __future__ import annotations
@@ -137,7 +138,9 @@ _INTRINSIC = re.compile(
     r"atomic_\w+|as_type|metal::\w+|precise::\w+|fast::\w+|memory_order\w*|"
     r"device|threadgroup|thread|constant|half\d?|bfloat\d?|bfloat16_t|kernel|"
     r"__\w+|blockIdx|threadIdx|blockDim|gridDim|atomic[A-Z]\w*|asm|mma|ldmatrix|cg::\w+|"  # CUDA
-    r"make_u?int\d|make_float\d"
+    r"make_u?int\d|make_float\d|"
+    # Bare functions of floats, whose precision is up to each compiler's options.
+    r"(?:a?(?:cos|sin|tan)(?:h|pi)?|atan2|sincos|exp(?:2|10|m1)?|log(?:2|10|1p|b)?|pow[nr]?|r?sqrt|divide)f?(?=\s*\()"
     r")\b|#\s*include\s*<|#\s*pragma|_Pragma"
 )
 
@@ -172,7 +175,7 @@ def check_preludes() -> list[str]:
 
 
 def check_intrinsics(paths: Iterable[Path] | None = None) -> list[str]:
-    """Primitives of a single back-end named outside prelude/, as ``file:line: name``.
+    """Primitives of a single back-end and bare ``cos`` and the like outside prelude/, as ``file:line: name``.
 
     Args:
         paths: files to check; by default every kernel and common file of Lily.

@@ -24,7 +24,7 @@ PRIMITIVES = Kernel(
         Buffer("halves", "N 8", "S"),
     ),
     outputs=(
-        Buffer("floats", "26 N", "float32"),
+        Buffer("floats", "28 N", "float32"),
         Buffer("ints", "10 N", "uint32"),
         Buffer("vectors", "N 8", "T"),
         Buffer("swapped", "N", "float32"),
@@ -123,7 +123,7 @@ def test_primitives(backend, dtype, half, monkeypatch):
         template={"T": dtype, "S": half, "N": N},
         grid=(N, 1, 1),
         threadgroup=(N, 1, 1),
-        output_shapes=[(26, N), (10, N), (N, 8), (N,), (8,), (8,)],
+        output_shapes=[(28, N), (10, N), (N, 8), (N,), (8,), (8,)],
         output_dtypes=[mx.float32, mx.uint32, dtype, mx.float32, mx.uint32, mx.int32],
         backend=backend,
         init_value=0,
@@ -141,6 +141,7 @@ def test_primitives(backend, dtype, half, monkeypatch):
     prefix = np.cumsum(groups.astype(np.float64), axis=1) - groups
     down = np.where(lane < 29, groups[:, np.minimum(lane + 3, 31)], groups)
     magnitude = np.abs(x)
+    angles = (np.float32(1000) * x).astype(np.float64)  # of many turns, as of a late token
     exact = {
         1: each(groups.max(1)),
         2: each(groups.min(1)),
@@ -170,8 +171,10 @@ def test_primitives(backend, dtype, half, monkeypatch):
         13: (np.log(magnitude), 1e-5),
         14: (1 / np.sqrt(magnitude), 1e-5),
         15: (x.astype(np.float64) ** 2 + 1, 2**-23),
+        26: (np.cos(angles), 1e-6),
+        27: (np.sin(angles), 1e-6),
     }
-    assert exact.keys() | close.keys() == set(range(26))
+    assert exact.keys() | close.keys() == set(range(28))
     got = np.array(floats)
     for row, want in exact.items():
         np.testing.assert_array_equal(got[row], want.astype(np.float32), err_msg=f"floats[{row}]")

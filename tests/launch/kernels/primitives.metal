@@ -4,7 +4,7 @@
 //   words   [N] u32
 //   pairs   [N, 8] T    vectors
 //   halves  [N, 8] S    vectors of a 16-bit type
-//   floats  [26, N] f32, ints [10, N] u32, vectors [N, 8] T, swapped [N] f32
+//   floats  [28, N] f32, ints [10, N] u32, vectors [N, 8] T, swapped [N] f32
 //   counts  [8] u32, signed_counts [8] i32, both zero at the start
 //
 // One threadgroup of N threads, so N is at most 1,024.
@@ -12,7 +12,7 @@
 template <typename T>
 LILY_INLINE void floats_of(f32 x, u32 word, LILY_DEVICE f32* floats, uint thread_index, uint threads, uint lane) {
   const f32 three_down = lily_shuffle_down(x, 3);
-  f32 results[26];
+  f32 results[28];
   results[0] = lily_simd_sum(x);
   results[1] = lily_simd_max(x);
   results[2] = lily_simd_min(x);
@@ -39,8 +39,10 @@ LILY_INLINE void floats_of(f32 x, u32 word, LILY_DEVICE f32* floats, uint thread
   results[23] = x < 0.0f ? -LILY_INFINITY : LILY_INFINITY;
   results[24] = lily_to_f32(bf16(lily_from_f32<bf16>(x)));
   results[25] = lily_to_f32(fp16(lily_from_f32<fp16>(x)));
+  results[26] = lily_cos(1000.0f * x);
+  results[27] = lily_sin(1000.0f * x);
   LILY_UNROLL
-  for (int i = 0; i < 26; ++i) {
+  for (int i = 0; i < 28; ++i) {
     floats[uint(i) * threads + thread_index] = results[i];
   }
 }
