@@ -1,4 +1,4 @@
-"""Plots of measurements, each in a light and a dark variant with a transparent background."""
+"""Plots of measurements, each in a light and a dark variant with a background of its own."""
 
 from __future__ import annotations
 
@@ -19,8 +19,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _THEMES = {
-    "light": {"ink": "#1f2328", "faint": "#d1d9e0", "colors": ("#57606a", "#0969da", "#bc4c00", "#1a7f37")},
-    "dark": {"ink": "#e6edf3", "faint": "#3d444d", "colors": ("#9198a1", "#4493f8", "#f0883e", "#3fb950")},
+    "light": {
+        "ink": "#1f2328",
+        "faint": "#d1d9e0",
+        "ground": "#ffffff",
+        "colors": ("#57606a", "#0969da", "#bc4c00", "#1a7f37"),
+    },
+    "dark": {
+        "ink": "#e6edf3",
+        "faint": "#3d444d",
+        "ground": "#0d1117",
+        "colors": ("#9198a1", "#4493f8", "#f0883e", "#3fb950"),
+    },
 }
 _MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 _LILY_PLACE = 1
@@ -60,7 +70,7 @@ def _draw_group(group: Group, folder: Path, slug: str) -> dict[str, Path]:
             with _style(theme):
                 drawn: Figure = figure()
                 try:
-                    drawn.savefig(path, dpi=160, transparent=True)
+                    drawn.savefig(path, dpi=160)
                 except OSError as error:
                     raise UsageError(f"{path} cannot be written: {error.strerror}") from None
                 _close(drawn)
@@ -91,8 +101,10 @@ def _style(theme: str) -> Iterator[None]:
     import matplotlib
     from cycler import cycler
 
-    ink, faint, colors = (_THEMES[theme][key] for key in ("ink", "faint", "colors"))
+    ink, faint, ground, colors = (_THEMES[theme][key] for key in ("ink", "faint", "ground", "colors"))
     settings: dict[str, Any] = {
+        "figure.facecolor": ground,
+        "axes.facecolor": ground,
         "text.color": ink,
         "axes.labelcolor": ink,
         "axes.edgecolor": ink,
@@ -253,7 +265,7 @@ def _ablations(group: Group) -> Figure:
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.axvline(1, linewidth=1, color=_ink())
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("speed with the mechanism over speed without it")
+    axes.set_xlabel("speed with it over speed without it")
     figure.legend(loc="outside lower center", ncols=2, fontsize=9)
     _title(figure, group, "what each mechanism gains")
     return figure

@@ -85,9 +85,13 @@ def check(record: Any, where: str) -> Record:
             raise UsageError(f"{where}: {name} is {value!r}; it must be {_names(types)}")
     if record["phase"] not in PHASES:
         raise UsageError(f"{where}: phase is {record['phase']!r}; it must be one of {', '.join(PHASES)}")
-    for name in ("seconds", "tokens_per_second", "length", "tokens"):
+    for name in ("seconds", "tokens_per_second", "length", "tokens", "bandwidth", "matrix_peak"):
         if not 0 < record[name] < float("inf"):
             raise UsageError(f"{where}: {name} is {record[name]!r}; it must be above 0")
+    for name in ("flops", "bytes"):
+        value = record["work"].get(name)
+        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise UsageError(f"{where}: {name} of the work is {value!r}; it must be a number above 0")
     return record
 
 

@@ -270,6 +270,12 @@ def test_plots_in_light_and_dark(tmp_path):
     assert drawn == {f"{name}-{theme}.png" for name in names for theme in ("light", "dark")}
     linked = re.findall(r'(?:src|srcset)="([^"]+)"', target.read_text())
     assert {f"p/{name}" for name in drawn} == set(linked)
+    for theme, ground in (("light", 1.0), ("dark", 0.1)):  # readable whatever the page is
+        corner = pytest.importorskip("matplotlib.image").imread(
+            tmp_path / "p" / f"a-chip-memory-{theme}.png"
+        )[0, 0]
+        assert corner[:3].max() == pytest.approx(ground, abs=0.05)
+        assert corner[3] == 1
 
 
 def test_plots_without_matplotlib(tmp_path, monkeypatch, capsys):
@@ -296,6 +302,9 @@ def test_plots_without_matplotlib(tmp_path, monkeypatch, capsys):
         (json.dumps(LINE | {"round": True}) + "\n", "round is True; it must be a whole number"),
         (json.dumps(LINE | {"tokens_per_second": math.nan}) + "\n", "tokens_per_second is nan"),
         (json.dumps(LINE | {"phase": "train"}) + "\n", "phase is 'train'"),
+        (json.dumps(LINE | {"bandwidth": 0}) + "\n", "bandwidth is 0; it must be above 0"),
+        (json.dumps(LINE | {"work": {}}) + "\n", "flops of the work is None"),
+        (json.dumps(LINE | {"work": {"flops": 1, "bytes": 0}}) + "\n", "bytes of the work is 0"),
         (2 * (json.dumps(LINE) + "\n"), "round 0 twice"),
     ],
 )
