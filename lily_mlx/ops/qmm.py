@@ -106,7 +106,7 @@ KERNEL = declare(
         ),
         variants=(
             _variant(_BF16, 2048, 64, [8192, 4096, 32, 32], [4] * 4, _TILE),
-            _variant(_BF16, 4096, 64, [2048], [4], _TILE, has_residual=True),
+            _variant(_BF16, 4096, 64, [2048], [4], {**_TILE, "rows": 64, "cols": 16}, has_residual=True),
             _variant(
                 (mx.float16, mx.float32, mx.float32),
                 128,
