@@ -152,7 +152,10 @@ class Output:
         """Lock the folder's description, if there is one, until :meth:`close`."""
         folder = self.described.parent
         if self.lock is None and self.described.exists():
-            lock = self.described.open(encoding="utf-8")
+            try:
+                lock = self.described.open(encoding="utf-8")
+            except OSError as error:
+                raise UsageError(f"{self.described} cannot be read: {error.strerror}") from None
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -182,7 +185,7 @@ def _check_same(described: Path, wanted: dict[str, Any]) -> str:
     try:
         before = json.loads(described.read_text(encoding="utf-8"))
         run = before.pop("run")
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"{described} is not what lily-mlx bench writes; name another --output") from None
     for name, value in wanted.items():
         if before.get(name) != value:

@@ -213,7 +213,7 @@ def paired_ratio(lines: Sequence[Record], reference: Sequence[Record]) -> Ratio 
 
 def summary(group: Group, phase: str) -> Table:
     """Medians of every arm and their ratios to the baseline, a row a length."""
-    others = [arm for arm in group.arms if arm != group.baseline and not arm.startswith(WITHOUT)]
+    others = [arm for arm in engines(group) if arm != group.baseline]
     columns = ["tokens", f"{group.baseline} tok/s"]
     for arm in others:
         columns += [f"{arm} tok/s", f"{arm} / {group.baseline} (95 %)"]
@@ -248,9 +248,15 @@ def details(group: Group, phase: str) -> Table:
     return Table(f"{phase}: every arm", columns, rows)
 
 
+def engines(group: Group) -> list[str]:
+    """The arms with nothing switched off; all arms if there is none."""
+    return [arm for arm in group.arms if not arm.startswith(WITHOUT)] or group.arms
+
+
 def memory_arms(group: Group) -> list[str]:
     """The arms whose memory tells something: whole engines, and prompts without chunks."""
-    return [arm for arm in group.arms if not arm.startswith(WITHOUT) or arm == WITHOUT + CHUNKS]
+    whole = engines(group)
+    return [arm for arm in group.arms if arm in whole or arm == WITHOUT + CHUNKS]
 
 
 def memory(group: Group) -> Table | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lily_mlx.errors import UsageError
 
 from .ablations import ABLATIONS, Ablation
-from .compare import LILY, WITHOUT, Group, Ratio, as_percent, describe, memory_arms, not_measured
+from .compare import LILY, Group, Ratio, as_percent, describe, engines, memory_arms, not_measured
 from .record import PHASES
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _throughput(group: Group, phase: str) -> Figure:
     from matplotlib import pyplot
 
     lengths = group.lengths(phase)
-    arms = [arm for arm in group.arms if not arm.startswith(WITHOUT)]
+    arms = engines(group)
     styles = _styles(arms)
     compared = any((cell := group.cells.get((phase, n, arm))) and cell.ratio for n in lengths for arm in arms)
     if compared:
@@ -304,7 +304,7 @@ def _roofline(group: Group) -> Figure:
         color=_ink(),
         label=f"measured limits: {group.bandwidth / 1e9:,.4g} GB/s, {group.matrix_peak / 1e12:,.3g} TFLOP/s",
     )
-    arms = [arm for arm in group.arms if not arm.startswith(WITHOUT)]
+    arms = engines(group)
     for arm, style in _styles(arms).items():
         for phase in PHASES:
             cells = [group.cells[k] for k in sorted(group.cells) if k[0] == phase and k[2] == arm]

@@ -124,6 +124,19 @@ def test_a_folder_is_not_mixed_with_another_run(bench, monkeypatch, capsys):
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "1", '{"model": "m"}', None])
+def test_a_damaged_description_is_one_line(text, bench, capsys):
+    file = bench.output / ab.SETTINGS_FILE
+    bench.output.mkdir()
+    file.mkdir() if text is None else file.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        bench("--resume")
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert str(file) in error
+
+
 def test_two_runs_do_not_write_to_one_folder(bench, monkeypatch, capsys):
     timed, said = ab._timed, []
 

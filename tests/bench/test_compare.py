@@ -235,6 +235,16 @@ def test_memory_of_a_small_model_has_its_digits():
     assert compare.memory(compare.groups([line], None)[0]).rows == [["512", "0.0183"]]
 
 
+def test_arms_that_all_lack_something_are_compared_too():
+    pytest.importorskip("matplotlib")
+    lines = [measured(f"lily-without-{op}", 0, s) for op, s in (("qmv", 1.0), ("qmm", 2.0))]
+    group = compare.groups(lines, None)[0]
+    assert compare.summary(group, "prefill").rows == [["512", "512.0", "256.0", "0.500x"]]
+    above, below = plots._throughput(group, "prefill").axes
+    assert len(above.lines) == 2
+    assert below.get_ylabel() == "ratio to lily-without-qmv"
+
+
 def test_a_plot_of_one_arm_has_no_ratios():
     pytest.importorskip("matplotlib")
     lily = compare.groups([x for x in three_rounds() if x["arm"] == "lily"], None)[0]
