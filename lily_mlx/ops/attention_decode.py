@@ -23,9 +23,9 @@ import mlx.core as mx
 
 from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, TemplateValue, Triple, Variant, declare, launch
-from ..tiles import choose
+from ..tiles import choose, of_chip
 from .attention_combine import attention_combine, partials_size
-from .trust import self_check
+from .trust import paired, self_check
 
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 MAX_HEAD_SIZE = 256
@@ -309,8 +309,8 @@ def attention_decode(
 
 @self_check("attention_decode")
 def _self_check(backend: str) -> str | None:
-    """Eight query heads of the real size over 300 rows and NaN behind them, in one pass and in blocks."""
-    Hq, D, length, capacity = 8, 256, 300, 512
+    """Eight query heads of the real size over 600 rows and NaN behind them, in one pass and in blocks."""
+    Hq, D, length, capacity = 8, 256, 600, 1024
     keys = mx.random.split(mx.random.key(0), 4)
     q = mx.random.normal((1, Hq, 1, D), key=keys[0])
     exists = mx.arange(capacity)[:, None] < length
@@ -321,10 +321,11 @@ def _self_check(backend: str) -> str | None:
     projected = mx.random.normal((1, 1, 2 * Hq * D), key=keys[3]).astype(mx.bfloat16)
     operands = (q, k, v, projected, mx.array([length - 1, capacity, *[0] * 6], dtype=mx.int32))
     want = attention_decode_reference(*operands)
-    for tile in (_ONE_PASS, _BLOCKS):
-        got = attention_decode(*operands, tile=tile, backend=backend)
+    chip = backends.chip(backend)
+    first, second = of_chip("attention_decode", chip), of_chip("attention_combine", chip)
+    for tile, combine_tile in paired(first, second):
+        got = attention_decode(*operands, tile=tile, combine_tile=combine_tile, backend=backend)
         error: Any = (mx.abs(got.astype(mx.float32) - want).max() / mx.abs(want).max()).item()
         if not error <= 2**-7:  # bfloat16 rounds once, by at most 2^-8 of a value
-            form = "in one pass" if one_pass(tile) else "in blocks"
-            return f"{form} {error:.1e} off the reference, allowed {2**-7:.1e}"
+            return f"{error:.1e} off the reference, allowed {2**-7:.1e}, with {tile}, {combine_tile}"
     return None

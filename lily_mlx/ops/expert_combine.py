@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, Variant, declare, launch
-from ..tiles import choose
+from ..tiles import choose, of_chip
 from .expert_route import MAX_TOP_K
 from .packed import ACTIVATION_DTYPES
 from .trust import self_check
@@ -163,9 +163,10 @@ def _self_check(backend: str) -> str | None:
     y = mx.random.normal((T * slots, H), key=keys[0]).astype(mx.bfloat16)
     weights = mx.softmax(mx.random.normal((T, slots), key=keys[1]), axis=-1)
     residual = mx.random.normal((T, H), key=keys[2]).astype(mx.bfloat16)
-    got = expert_combine(y, weights, residual, backend=backend)
     want = expert_combine_reference(y, weights, residual)
-    error: Any = (mx.abs(got.astype(mx.float32) - want).max() / mx.abs(want).max()).item()
-    if not error <= 2**-7:  # bfloat16 rounds once, by at most 2^-8 of a value
-        return f"out: {error:.1e} off the reference, allowed {2**-7:.1e}"
+    for tile in of_chip("expert_combine", backends.chip(backend)):
+        got = expert_combine(y, weights, residual, tile=tile, backend=backend)
+        error: Any = (mx.abs(got.astype(mx.float32) - want).max() / mx.abs(want).max()).item()
+        if not error <= 2**-7:  # bfloat16 rounds once, by at most 2^-8 of a value
+            return f"out: {error:.1e} off the reference, allowed {2**-7:.1e}, with {tile}"
     return None

@@ -27,7 +27,7 @@ import mlx.core as mx
 
 from ..launch import backend as backends
 from ..launch.kernel import MAX_THREADGROUP_BYTES, Buffer, Kernel, Variant, declare, launch
-from ..tiles import choose
+from ..tiles import choose, of_chip
 from .packed import ACTIVATION_DTYPES, Packed, lanes_per_row, shared_vector_bytes, why_not
 from .trust import self_check
 
@@ -267,12 +267,13 @@ def _self_check(backend: str) -> str | None:
     logits = mx.random.normal((E + 1,), key=keys[3])
     logits[5] = logits[36] = 1.5
     arguments = (x, norm_weight, logits, matrices, top_k)
-    got = Chosen.of(expert_gate_up(*arguments, backend=backend), top_k)
     want = Chosen.of(expert_gate_up_reference(*arguments), top_k)
-    if got.experts.tolist() != want.experts.tolist():
-        return f"experts {got.experts.tolist()}, not {want.experts.tolist()}"
-    for name, ours, theirs in (("h", got.h, want.h), ("weights", got.weights, want.weights)):
-        error: Any = (mx.abs(ours - theirs).max() / mx.abs(theirs).max()).item()
-        if not error <= 1e-4:  # float32 throughout
-            return f"{name}: {error:.1e} off the reference, allowed 1e-4"
+    for tile in of_chip("expert_gate_up", backends.chip(backend)):
+        got = Chosen.of(expert_gate_up(*arguments, tile=tile, backend=backend), top_k)
+        if got.experts.tolist() != want.experts.tolist():
+            return f"experts {got.experts.tolist()}, not {want.experts.tolist()}, with {tile}"
+        for name, ours, theirs in (("h", got.h, want.h), ("weights", got.weights, want.weights)):
+            error: Any = (mx.abs(ours - theirs).max() / mx.abs(theirs).max()).item()
+            if not error <= 1e-4:  # float32 throughout
+                return f"{name}: {error:.1e} off the reference, allowed 1e-4, with {tile}"
     return None

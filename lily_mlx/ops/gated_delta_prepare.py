@@ -34,7 +34,7 @@ import mlx.core as mx
 
 from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, TemplateValue, Variant, declare, launch
-from ..tiles import choose
+from ..tiles import choose, of_chip
 from .trust import self_check
 
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
@@ -354,12 +354,13 @@ def _self_check(backend: str) -> str | None:
     )
     operands = (projected, projected, projected, *weights, mx.arange(T)[None] != 4)
     heads: dict[str, Any] = {"Hk": Hk, "Dk": D, "Dv": D, "offsets": (0, C, C + Hv)}
-    got = gated_delta_prepare(*operands, **heads, backend=backend)
     want = gated_delta_prepare_reference(*operands, **heads)
     # bfloat16 rounds a result once, by at most 2^-8 of it; g is float32 and the conv state is copied.
     bounds = {"q": 2**-7, "k": 2**-7, "v": 2**-7, "g": 1e-5, "beta": 2**-7, "the conv state": 0.0}
-    for (name, bound), ours, theirs in zip(bounds.items(), got, want, strict=True):
-        error: Any = (mx.abs(ours.astype(mx.float32) - theirs).max() / mx.abs(theirs).max()).item()
-        if not error <= bound:
-            return f"{name} is {error:.1e} off the reference, allowed {bound:.1e}"
+    for tile in of_chip("gated_delta_prepare", backends.chip(backend)):
+        got = gated_delta_prepare(*operands, **heads, tile=tile, backend=backend)
+        for (name, bound), ours, theirs in zip(bounds.items(), got, want, strict=True):
+            error: Any = (mx.abs(ours.astype(mx.float32) - theirs).max() / mx.abs(theirs).max()).item()
+            if not error <= bound:
+                return f"{name} is {error:.1e} off the reference, allowed {bound:.1e}, with {tile}"
     return None

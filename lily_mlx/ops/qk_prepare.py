@@ -31,7 +31,7 @@ import numpy as np
 
 from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, TemplateValue, Variant, declare, launch
-from ..tiles import choose
+from ..tiles import choose, of_chip
 from .packed import float_bits
 from .trust import self_check
 
@@ -314,11 +314,13 @@ def _self_check(backend: str) -> str | None:
     position = mx.array([1000] * 8, dtype=mx.int32)
     operands = (projected, *weights, rope_frequencies(64, 1e7), position)
     heads: dict[str, Any] = {"Hq": Hq, "Hk": Hk, "offsets": (0, 2 * Hq * D, (2 * Hq + Hk) * D)}
-    got = qk_prepare(*operands, **heads, backend=backend)
     want = qk_prepare_reference(*operands, **heads)
     # bfloat16 rounds k once, by at most 2^-8 of it; an angle of 1,000 radians is 3e-5 off; v is copied.
-    for name, ours, theirs, bound in zip("qkv", got, want, (2**-12, 2**-7, 0.0), strict=True):
-        error: Any = (mx.abs(ours.astype(mx.float32) - theirs).max() / mx.abs(theirs).max()).item()
-        if not error <= bound:
-            return f"{name} is {error:.1e} off the reference, allowed {bound:.1e}"
+    bounds = {"q": 2**-12, "k": 2**-7, "v": 0.0}
+    for tile in of_chip("qk_prepare", backends.chip(backend)):
+        got = qk_prepare(*operands, **heads, tile=tile, backend=backend)
+        for (name, bound), ours, theirs in zip(bounds.items(), got, want, strict=True):
+            error: Any = (mx.abs(ours.astype(mx.float32) - theirs).max() / mx.abs(theirs).max()).item()
+            if not error <= bound:
+                return f"{name} is {error:.1e} off the reference, allowed {bound:.1e}, with {tile}"
     return None

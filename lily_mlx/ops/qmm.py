@@ -22,10 +22,10 @@ import mlx.core as mx
 
 from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, Variant, declare, launch
-from ..tiles import choose
+from ..tiles import choose, of_chip
 from .packed import ACTIVATION_DTYPES, Packed, why_mixed, why_not
 from .tile_product import step, tile_memory, why_no_product
-from .trust import self_check
+from .trust import paired, self_check
 
 MAX_MATRICES = 4
 
@@ -229,10 +229,11 @@ def _self_check(backend: str) -> str | None:
         for key, rows, bits in ((keys[0], 150, 4), (keys[1], 34, 8))
     ]
     x, residual = normal(keys[2], 1, T, K), normal(keys[3], 1, T, 184)
-    for name, added in (("product", None), ("residual", residual)):
-        got = qmm(x, matrices, residual=added, backend=backend)
+    forms = (("product", None), ("residual", residual))
+    for (name, added), tile in paired(forms, of_chip("qmm", backends.chip(backend))):
+        got = qmm(x, matrices, residual=added, tile=tile, backend=backend)
         want = qmm_reference(x, matrices, residual=added)
         error: Any = (mx.abs(got.astype(mx.float32) - want).max() / mx.abs(want).max()).item()
         if not error <= 2**-7:  # bfloat16 rounds the result once, by at most 2^-8 of a value, and each number
-            return f"{name}: {error:.1e} off the reference, allowed {2**-7:.1e}"
+            return f"{name}: {error:.1e} off the reference, allowed {2**-7:.1e}, with {tile}"
     return None

@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from ..launch import backend as backends
 from ..launch.kernel import MAX_THREADGROUP_BYTES, Buffer, Kernel, Variant, declare, launch
-from ..tiles import choose
+from ..tiles import choose, of_chip
 from .packed import (
     ACTIVATION_DTYPES,
     Packed,
@@ -31,7 +31,7 @@ from .packed import (
     shared_vector_bytes,
     why_not,
 )
-from .trust import self_check
+from .trust import paired, self_check
 
 MAX_SIMDGROUPS = 32
 
@@ -241,15 +241,16 @@ def _self_check(backend: str) -> str | None:
         return mx.random.normal(shape, key=key).astype(mx.bfloat16)
 
     x, norm_weight, residual = normal(keys[2], 1, 1, K), normal(keys[3], K), normal(keys[4], 1, 1, 70)
-    for name, bits, norm, added in (
+    forms = (
         ("norm, 4 bits", 4, norm_weight, None),
         ("norm, 8 bits", 8, norm_weight, None),
         ("residual", 4, None, residual),
-    ):
+    )
+    for (name, bits, norm, added), tile in paired(forms, of_chip("qmv", backends.chip(backend))):
         matrix = Packed(*mx.quantize(normal(keys[0], 70, K), 64, bits), bits, 64)
-        got = qmv(x, matrix, norm_weight=norm, residual=added, backend=backend)
+        got = qmv(x, matrix, norm_weight=norm, residual=added, tile=tile, backend=backend)
         want = qmv_reference(x, matrix, norm_weight=norm, residual=added)
         error: Any = (mx.abs(got.astype(mx.float32) - want).max() / mx.abs(want).max()).item()
         if not error <= 2**-7:  # bfloat16 rounds once, by at most 2^-8 of a value
-            return f"{name}: {error:.1e} off the reference, allowed {2**-7:.1e}"
+            return f"{name}: {error:.1e} off the reference, allowed {2**-7:.1e}, with {tile}"
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -54,6 +54,16 @@ def why_not_routed(rows: mx.array, blocks: mx.array, count: mx.array, assignment
     if blocks.ndim != 2 or blocks.shape[1] != 4 or blocks.shape[0] < 1 or count.shape != (8,):
         return f"blocks have shape {blocks.shape} and count {count.shape}, not [blocks, 4] and [8]"
     return None
+
+
+def blocks_of(groups: Sequence[Sequence[int]], block_rows: int) -> tuple[mx.array, mx.array]:
+    """``blocks`` and ``count`` of a routing, from the expert, first grouped row and rows of each group."""
+    blocks = [
+        (expert, first + start, min(block_rows, rows - start), 0)
+        for expert, first, rows in groups
+        for start in range(0, rows, block_rows)
+    ]
+    return mx.array(blocks, dtype=mx.int32), mx.array([len(blocks), *[0] * 7], dtype=mx.int32)
 
 
 def used_blocks(blocks: mx.array, count: mx.array) -> list[tuple[int, int, int]]:

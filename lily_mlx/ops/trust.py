@@ -1,9 +1,10 @@
 """Self-checks: a kernel is trusted on a GPU after it gave the right result there once.
 
 Kernels are tested on the CPU and on other GPUs, but the user's chip and compiler may be ones that nobody
-tried. So before an op's kernel is used on a GPU, it runs on a small problem and is compared with the op's
-fp32 reference. If it does not compile, or is wrong, the op takes the stock path and one line on stderr says
-so. What passed is remembered in the cache folder for this chip, system, MLX and kernel text.
+tried. So before an op's kernel is used on a GPU, it runs on a small problem, with every tile that the op's
+table can choose on this chip, and is compared with the op's fp32 reference. If it does not compile or launch,
+or is wrong, the op takes the stock path and one line on stderr says so. What passed is remembered in the
+cache folder for this chip, system, MLX, Lily, kernel text and tables.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
+from .. import __version__, tiles
 from ..launch import backend as backends
 from ..launch import source
 from ..settings import settings
@@ -28,6 +31,9 @@ SelfCheck = Callable[[str], "str | None"]
 """Takes a back-end, runs the op's kernel there on a small problem, returns None or what is wrong."""
 
 _checks: dict[str, SelfCheck] = {}
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 def self_check(op: str) -> Callable[[SelfCheck], SelfCheck]:
@@ -38,6 +44,12 @@ def self_check(op: str) -> Callable[[SelfCheck], SelfCheck]:
         return check
 
     return register
+
+
+def paired(first: Sequence[A], second: Sequence[B]) -> list[tuple[A, B]]:
+    """Each of the first with one of the second and the other way round: as few pairs, to compile, as do."""
+    pairs = max(len(first), len(second))
+    return [(first[i % len(first)], second[i % len(second)]) for i in range(pairs)]
 
 
 @cache
@@ -63,13 +75,19 @@ def distrust(op: str, backend: str) -> str | None:
     return reason
 
 
+_TEXTS = (".metal", ".h", ".toml")
+
+
 def _key(op: str, backend: str) -> str:
-    text = b"".join(path.read_bytes() for path in sorted(source.KERNELS.rglob("*")) if path.is_file())
+    folders = (source.KERNELS, Path(tiles.__file__).parent)
+    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in _TEXTS]
+    text = b"".join(path.read_bytes() for path in files)
     facts = (
         op,
         backends.chip(backend),
         platform.platform(),
         version("mlx"),
+        __version__,
         hashlib.sha256(text).hexdigest(),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()

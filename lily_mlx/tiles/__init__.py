@@ -50,3 +50,15 @@ def _choose(op: str, chip: str, sizes: tuple[tuple[str, int], ...]) -> Mapping[s
 def choose(op: str, chip: str, **sizes: int) -> Mapping[str, int]:
     """The tile for a shape on a chip: the first choice of the op's table that fits."""
     return _choose(op, chip, tuple(sizes.items()))
+
+
+def of_chip(op: str, chip: str) -> tuple[Mapping[str, int], ...]:
+    """Every tile that :func:`choose` can give on a chip, once each, in the table's order."""
+    found: list[Mapping[str, int]] = []
+    for choice in table(op):
+        if chip.startswith(choice["chip"]):
+            if choice["tile"] not in found:
+                found.append(choice["tile"])
+            if not choice["when"]:
+                break
+    return tuple(found)

@@ -1,7 +1,10 @@
 """Self-checks: what passes is used and remembered, what fails falls back with one line."""
 
+from pathlib import Path
+
 import pytest
 
+from lily_mlx import tiles
 from lily_mlx.launch import backend as backends
 from lily_mlx.launch import source
 from lily_mlx.ops import choice, trust
@@ -49,6 +52,27 @@ def test_what_fails_falls_back_and_says_so_once(gpu, capsys, how):
     assert len(lines) == 1
     assert "gated_delta_scan" in lines[0]
     assert ("no matching function" if how == "raises" else "off the reference") in lines[0]
+
+
+def test_what_was_checked_with_other_tiles_or_another_release_is_checked_again(gpu, monkeypatch, tmp_path):
+    runs = []
+    trust.self_check(OP)(lambda backend: runs.append(backend))
+    for path in Path(tiles.__file__).parent.glob("*.toml"):
+        (tmp_path / path.name).write_text(path.read_text())
+
+    def ask() -> int:
+        trust.distrust.cache_clear()
+        assert choice.why_off(OP) is None
+        return len(runs)
+
+    assert ask() == ask() == 1
+    monkeypatch.setattr(tiles, "__file__", str(tmp_path / "__init__.py"))
+    assert ask() == 1
+    with (tmp_path / "gated_delta_scan.toml").open("a") as table:
+        table.write("\n# another tile\n")
+    assert ask() == ask() == 2
+    monkeypatch.setattr(trust, "__version__", "0.0.1")
+    assert ask() == ask() == 3
 
 
 def test_damaged_memory_is_no_memory(gpu, tmp_path):
