@@ -27,7 +27,7 @@ from .ops import (
     qmm,
     qmv,
 )
-from .ops.choice import why_off
+from .ops.choice import switched_off, why_off
 from .ops.packed import Packed
 from .ops.tile_product import grouped_tile
 
@@ -210,7 +210,9 @@ class _Examples:
         }
         whys = self._why_not_experts()
         whole = ("expert_gemm_gate_up", "expert_gemm_down", "expert_route")
-        off = [reason for op in whole[:2] if (reason := why_off(op))]
+        # Switched off, routing alone moves to the CPU; not trusted, the block is stock's.
+        needed = [op for op in whole if op != "expert_route" or not switched_off(op)]
+        off = [reason for op in needed if (reason := why_off(op))]
         blocks = [*off, *(reason for op in whole if (reason := whys[op]))]
         stock = f"the block is stock's: {blocks[0]}" if blocks else None
         return [(name, self.layers, op, whys[op] or stock) for name, op in ops.items()]

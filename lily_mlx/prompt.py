@@ -21,7 +21,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 from .ahead import Ahead
 from .compiled import Compiled, Snapshot
 from .launch import backend
-from .ops.choice import why_off
+from .ops.choice import switched_off
 from .settings import settings
 from .step import why_not_layers
 
@@ -65,7 +65,7 @@ class PromptStep:
             return "training needs the differentiable path"
         if self._text.model.pipeline_size > 1:
             return "the model is in a pipeline"
-        if why_off("expert_route"):
+        if switched_off("expert_route"):
             return "routing runs on the CPU"
         size = (inputs.shape, settings(), used)
         if size not in self._seen:

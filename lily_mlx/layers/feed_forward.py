@@ -10,7 +10,7 @@ from mlx_lm.models import qwen3_next as stock
 from mlx_lm.models.activations import swiglu
 
 from ..launch import backend
-from ..ops.choice import why_not, why_off
+from ..ops.choice import switched_off, why_not
 from ..ops.expert_combine import expert_combine, expert_combine_reference
 from ..ops.expert_down import expert_down
 from ..ops.expert_gate_up import Chosen, expert_gate_up
@@ -61,8 +61,8 @@ class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
             return super().__call__(x)
         # float32, because rounding logits changes which experts are chosen
         logits = project(rows, [self.gate, self.shared_expert_gate], out_dtype=mx.float32)
-        # Without the kernel, as an ablation does, logits are read and routed on the CPU.
-        route = expert_route_reference if why_off("expert_route") else expert_route
+        # Switched off, routing reads the logits on the CPU: what the kernel is measured against.
+        route = expert_route_reference if switched_off("expert_route") else expert_route
         routing = route(logits, k, block_rows)
         groups = (routing.rows, routing.blocks, routing.count)
         operands: tuple[Any, ...] = (rows, *groups, *gate_up, k)
@@ -85,7 +85,7 @@ class SparseMoeBlock(stock.Qwen3NextSparseMoeBlock):
             block_rows: of a block of the routing.
         """
         T, k, E = rows.shape[0], self.top_k, self.num_experts
-        if not why_off("expert_route"):
+        if not switched_off("expert_route"):
             logits = mx.zeros((T, E + 1), mx.float32)
             if reason := why_not("expert_route", logits, k, block_rows):
                 return reason

@@ -15,13 +15,18 @@ _STOCK_PRODUCTS = (
 )
 
 
+def switched_off(op: str) -> bool:
+    """Whether ``LILY_DISABLE`` names the op, as measurements of what it gains do."""
+    return op in settings().disabled_ops
+
+
 def why_off(op: str) -> str | None:
     """None if the kernel of ``op`` may run here, else the reason it does not.
 
     Args:
         op: the op's name, as in ``LILY_DISABLE`` and in ``lily-mlx explain``.
     """
-    if op in settings().disabled_ops:
+    if switched_off(op):
         return f"LILY_DISABLE names {op}"
     used = backend.resolve()
     if used == "ops":

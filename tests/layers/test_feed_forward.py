@@ -10,6 +10,7 @@ from mlx_lm.models.qwen3_next import ModelArgs, Qwen3NextSparseMoeBlock
 from lily_mlx.counters import counts
 from lily_mlx.launch import backend, source
 from lily_mlx.layers.feed_forward import SparseMoeBlock
+from lily_mlx.ops import choice
 
 OPS = ("expert_gate_up", "expert_down")
 
@@ -125,6 +126,19 @@ def test_many_tokens_are_stocks_block(T, load):
     y = made(x)
     assert all(counts[f"op.expert_{op}"] == 1 for op in ("gemm_gate_up", "gemm_down", "combine"))
     assert mx.abs(y - want).max().item() <= 4 * 2**-16 * mx.abs(want).max().item()
+
+
+def test_many_tokens_whose_routing_is_not_trusted(monkeypatch, same):
+    """Stock's block runs as a whole; routing on the CPU is what LILY_DISABLE asks for, and no other."""
+    made, x = loaded("uniform"), prompt_of(1, 9)
+    monkeypatch.setattr(choice, "distrust", lambda op, backend: "wrong" if op == "expert_route" else None)
+    counts.clear()
+    same(made(x), Qwen3NextSparseMoeBlock.__call__(made, x))
+    assert not launched()
+    monkeypatch.setenv("LILY_DISABLE", "expert_route")
+    made(x)
+    assert "op.expert_gemm_down" in launched()
+    assert "op.expert_route" not in launched()
 
 
 def test_many_tokens_of_a_width_that_only_one_product_takes(same):

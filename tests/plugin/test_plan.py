@@ -121,6 +121,19 @@ def test_a_block_with_a_product_off_is_stocks_as_a_whole(monkeypatch, op):
         assert f"LILY_DISABLE names {op}" in row.why
 
 
+def test_a_block_whose_routing_is_not_trusted_is_stocks_as_a_whole(monkeypatch):
+    """Stock's block routes on the GPU; ours would read every layer's logits on the CPU."""
+    monkeypatch.setenv("LILY_BACKEND", "host")
+    failed = "failed its self-check on this GPU: y is wrong"
+    monkeypatch.setattr(choice, "distrust", lambda op, backend: failed if op == "expert_route" else None)
+    found = [op for op in plan(read_checkpoint(TINY), "host") if op.phase == "prefill"]
+    block = [op for op in found if op.op.startswith("experts'") or op.op in ("router", "routing")]
+    assert len(block) == 5
+    for row in block:
+        assert row.path == "stock"
+        assert failed in row.why
+
+
 def test_every_op_can_be_named(monkeypatch):
     monkeypatch.setenv("LILY_BACKEND", "host")
     assert set(OPS) == {kernel.stem for kernel in all_kernels()} - SECOND_KERNELS
