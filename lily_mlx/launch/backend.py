@@ -85,10 +85,11 @@ def neural_accelerators() -> tuple[bool | None, str]:
     MLX does so from macOS 26.2 and GPU generation 17 (M5; on phones 18) if it was built for macOS 26.2; it
     has no call that says so, hence the same conditions here.
     """
+    if not available("metal"):
+        return False, "no Apple GPU"
+
     import mlx.core as mx
 
-    if not mx.metal.is_available():
-        return False, "no Apple GPU"
     architecture = str(mx.device_info(mx.gpu).get("architecture", ""))
     generation = re.fullmatch(r"applegpu_g(\d+)([a-z])", architecture)
     if not generation:

@@ -349,6 +349,13 @@ def test_lily_still_sees_the_machine_as_it_is():
         assert {name: (backend.available(name), backend.chip(name)) for name in before} == before
 
 
+def test_a_trace_leaves_the_answer_about_neural_accelerators():
+    """It is kept for the process, and benchmarks record it."""
+    before = backend.neural_accelerators.__wrapped__()
+    with trace.as_on_metal():
+        assert backend.neural_accelerators.__wrapped__() == before
+
+
 def test_what_mlx_cannot_export_is_an_error():
     with pytest.raises(trace.TraceError, match="SegmentedMM"):
         trace.primitives(lambda x: mx.segmented_mm(x, x, mx.array([[0, 2]])), mx.zeros((4, 4)))
