@@ -43,7 +43,7 @@ def run_batch(model, tokenizer, prompts, **kwargs):
 
 @pytest.mark.parametrize("neighbour", [5, 50, 500])
 def test_b_a_row_does_not_see_its_neighbour(reference, neighbour):
-    """Logits of a row of 20 tokens, step by step, beside a neighbour of any length (a small seeded model)."""
+    """Greedy tokens after a row of 20, beside a neighbour of any length (a small seeded model)."""
     from lily_mlx.models import qwen3_5_moe
 
     mx.random.seed(4)
