@@ -6,8 +6,9 @@ and runs in a worker process, so that whatever a kernel does, the interpreter li
 
 Each launch is watched: buffers end, or begin, at a page that cannot be touched; memory that nothing wrote
 holds a poison; lanes and threads must meet at the same operations. ``check=True`` runs a launch twice, with
-the buffers against their end and against their start and with two poisons, a small one once more with zeros,
-and compares the outputs bit by bit. An overflow counts if it also happens with zeros in place of the poison.
+the buffers against their end and against their start and with two poisons, a small one twice more with NaN
+and with zeros, and compares the outputs bit by bit. An overflow counts if it also happens with zeros in place
+of the poison.
 :func:`check_schedules` looks for races by running launches in several orders.
 """
 
@@ -89,9 +90,10 @@ MAX_THREADGROUP_BYTES = 32768
 # differ in sign and parity, and a bool is neither true nor false. The second output holds a byte that is less
 # by 2, and so on for four, so that what one copied from another does not look like its own.
 _POISONS = ((0xD6, 0xDA), (0x57, 0x5B))
-# A check of at most so many threads runs a third time with zeros, for comparisons with zero that both poisons
-# answer alike. More would cost too much.
-ZEROED_THREADS = 256
+# A check of at most so many threads, a full threadgroup, runs twice more, because both poisons answer alike
+# when multiplied by zero and when compared with it: with ones in every bit, which are NaN, and with zeros.
+# More would cost too much.
+SMALL_LAUNCH = 1024
 # Metal's argument table.
 MAX_METAL_BUFFERS = 31
 # In place of the names of the function and of the files, which variants do not share.
@@ -135,6 +137,7 @@ class _Launch(NamedTuple):
     names: tuple[str, ...]
     dtypes: tuple[mx.Dtype, ...]
     outputs: tuple[np.ndarray, ...]  # bytes
+    atomics: bool
 
 
 class _Parameter(NamedTuple):
@@ -269,7 +272,7 @@ class HostKernel:
         Args:
             schedule: the order of threads: "fifo", "lifo" or "random:SEED". None: "fifo", unless
                 :func:`check_schedules` is at work.
-            check: run twice, a small launch three times, with the compiler's bounds and overflow checks, and
+            check: run twice, a small launch four times, with the compiler's bounds and overflow checks, and
                 compare. Without, the launch is faster, and still confined to its buffers; a barrier does
                 not wait for threads that have ended, as on Apple's GPUs, though Metal asks that every
                 thread reaches it; and a simd operation that other lanes skip is over the lanes that reach it.
@@ -308,7 +311,8 @@ class HostKernel:
             first = run(how, _POISONS[0], "end")
             if check:
                 launch.compare(first, run(how, _POISONS[1], "start"))
-                if math.prod(grid) <= ZEROED_THREADS:
+                if math.prod(grid) <= SMALL_LAUNCH:
+                    launch.compare(first, run(how, (0xFF, 0xFF), "end"))
                     try:
                         launch.compare(first, launch.run(how, (0, 0), "end"))
                     except KernelCrash as crash:
@@ -316,7 +320,8 @@ class HostKernel:
                         if "division by zero" not in str(crash):
                             raise
         if (record := _recorder.get()) is not None:
-            record.append(_Launch(self.name, self.output_names, tuple(output_dtypes), tuple(first)))
+            dtypes, atomics = tuple(output_dtypes), "atomic_" in variant.source
+            record.append(_Launch(self.name, self.output_names, dtypes, tuple(first), atomics))
         outputs = [
             _to_mlx(data, shape, dtype)
             for data, shape, dtype in zip(first, output_shapes, output_dtypes, strict=True)
@@ -727,12 +732,21 @@ class _Arguments:
     def run_without_wraps(self, how: _How, poison: tuple[int, int], placement: str) -> list[np.ndarray]:
         """As :meth:`run` of a poisoned launch, where overflows of the poison itself are no fault.
 
-        A kernel may compute with what was never written and drop the result.
+        A kernel may compute with what was never written and drop the result. An access that happens elsewhere
+        without the poison is said to come from it.
         """
         try:
             return self.run(how, poison, placement)
         except IndexOverflow:
             pass
+        except OutOfBounds as fault:
+            try:
+                self.run(how, (0, 0), placement)
+            except HostKernelError as other:
+                if str(other) == str(fault):
+                    raise fault from None
+            reason = f"{fault.reason}; the index depends on memory that was never written"
+            raise OutOfBounds(**(vars(fault) | {"reason": reason})) from None
         try:
             self.run(how, (0, 0), placement)
         except IndexOverflow:
@@ -954,9 +968,10 @@ def _compare_schedules(before: _Launch, after: _Launch, one: str, other: str) ->
         if not np.array_equal(a, b):
             differs = (a.reshape(-1, dtype.size) != b.reshape(-1, dtype.size)).any(axis=1)
             element = int(differs.argmax())
+            allowed = ", or an order that its atomics leave open" if before.atomics else ""
             raise ScheduleDependence(
                 f"element {element} of {name!r} differs between the schedules {one!r} and {other!r} "
-                f"({int(differs.sum())} of {len(differs)}): a race",
+                f"({int(differs.sum())} of {len(differs)}): a race{allowed}",
                 kernel=before.kernel,
                 buffer=name,
                 element=element,

@@ -71,6 +71,7 @@ NOT_REPORTED = {
         "out[i] = a[63 - i];"
     ),
     "return before a barrier": f"if (i > 40) {{ out[i] = 0; return; }}\n{BARRIER}out[i] = x[i];",
+    "a shuffle whose lanes differ in distance": "out[i] = simd_shuffle_down(x[i], ushort(i % 3));",
     "a shift that loses bits": "int k = (int(i) + 1) << 27;\nout[i] = x[k >> 27 & 31];",
     "a sum of unsigned that wraps": "uint k = 4294967290u + i;\nout[i] = x[k % 64];",
     "a large stride that wraps": "uint stride = 1u << 25, k = i * stride * 4;\nout[i] = x[k % 64];",
@@ -92,6 +93,12 @@ def test_what_is_not_reported(fault):
 REPORTED_THOUGH_ALLOWED = {
     "a float sum with atomics": (
         "atomic_fetch_add_explicit(&out[0], x[i] * 0.1f, memory_order_relaxed);",
+        host.ScheduleDependence,
+    ),
+    "a list in an order that atomics choose": (
+        "threadgroup atomic_uint length[1];\n"
+        f"if (i == 0) atomic_store_explicit(length, 0u, memory_order_relaxed);\n{BARRIER}"
+        "out[atomic_fetch_add_explicit(length, 1u, memory_order_relaxed)] = x[i];",
         host.ScheduleDependence,
     ),
     "a hash with a small multiplier": (

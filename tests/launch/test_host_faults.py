@@ -313,6 +313,51 @@ out[i] = seen[i] != 0 ? 1 : 2;"""
     assert launch(source.replace("if (i == 3) seen[3]", "seen[i]"), threadgroup=64).tolist() == [2] * N
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("threads", [64, 1024])
+def test_a_product_of_what_was_never_written_and_zero(dtype, threads):
+    """The tail of a tile, masked by a factor: NaN on a GPU if the memory happens to hold one."""
+    source = f"""{INDEX}
+threadgroup T a[{threads}];
+if (i < 40) a[i] = x[i];
+threadgroup_barrier(mem_flags::mem_threadgroup);
+float sum = 0;
+for (int k = 0; k < {threads}; ++k) sum += MASKED;
+out[i] = T(sum);"""
+    options = {"dtype": dtype, "grid": threads, "threadgroup": threads, "shape": (threads,)}
+    fails(host.UninitializedRead, source.replace("MASKED", "(k < 40 ? 1.0f : 0.0f) * float(a[k])"), **options)
+    chosen = launch(source.replace("MASKED", "k < 40 ? float(a[k]) : 0.0f"), **options)
+    assert chosen.tolist() == [sum(range(40))] * threads
+
+
+def test_the_tail_of_a_simdgroup_matrix_that_was_never_written():
+    """Rows of zeros on the left do not make up for it."""
+    source = f"""{INDEX}
+threadgroup float a[64], b[64];
+for (uint k = i; k < 64; k += 32) {{ a[k] = k % 8 < 5 ? x[k] : 0; if (k / 8 < 5) b[k] = x[k]; OTHERWISE }}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+simdgroup_float8x8 left, right, product(0);
+simdgroup_load(left, a, 8);
+simdgroup_load(right, b, 8);
+simdgroup_multiply_accumulate(product, left, right, product);
+simdgroup_store(product, out, 8);"""
+    fails(host.UninitializedRead, source.replace("OTHERWISE", ""), grid=32)
+    launch(source.replace("OTHERWISE", "else b[k] = 0;"), grid=32)
+
+
+def test_an_index_that_was_never_written():
+    """It shows as an access far away, whose cause is elsewhere."""
+    source = f"""{INDEX}
+threadgroup uint start[1];
+if (i == 63) start[0] = 0;
+threadgroup_barrier(mem_flags::mem_threadgroup);
+out[start[0] + i] = x[i];"""
+    error = fails(host.OutOfBounds, source)
+    assert error.reason.endswith(", which has 64; the index depends on memory that was never written")
+    assert (error.line, error.buffer, error.thread) == (6, "out", (0, 0, 0))
+    launch(source.replace("i == 63", "i % 32 == 0"))
+
+
 def test_a_value_with_the_bits_of_a_poison_is_a_value():
     bits = [0xFFFFFFFF, 0xDADADADA, 0x5B5B5B5B, 0xD6D6D6D6, 0x57575757, 0xAAAAAAAA] + [7] * (N - 6)
     x = mx.array(bits, mx.uint32).view(mx.float32)
@@ -341,6 +386,25 @@ def race(source, **options):
     return host.check_schedules(
         lambda schedule: launch(source, x=x, grid=128, shape=(128,), schedule=schedule, **options)
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        (WRITE_AFTER_READ.replace("BARRIER", ""), ": a race"),
+        (
+            f"{INDEX}threadgroup atomic_uint next[1];\n"
+            "if (i == 0) atomic_store_explicit(next, 0u, memory_order_relaxed);\n"
+            "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+            "out[atomic_fetch_add_explicit(next, 1u, memory_order_relaxed)] = x[i];",
+            ": a race, or an order that its atomics leave open",
+        ),
+    ],
+)
+def test_atomics_may_be_why_schedules_differ(source, end):
+    with pytest.raises(host.ScheduleDependence) as caught:
+        race(source, threadgroup=128)
+    assert caught.value.reason.endswith(end)
 
 
 def test_write_after_read_race():
