@@ -153,8 +153,11 @@ def test_a_chunk_costs_no_more_than_its_context(model):
         scores = [a for p in chunk if p.name == "Matmul" for a in p.outputs if a.shape[-1] > 2048]
         # 16 heads of queries by keys; a row of queries more or less
         assert max(a.size for a in scores) <= 16 * attention.MAX_PAIRS
-        # No launch of any kind moves more than one that reads and writes such scores in bfloat16.
-        assert max(p.bytes_read + p.bytes_written for p in chunk) <= 16 * attention.MAX_PAIRS * (2 + 2)
+        # No launch moves more than one that reads and writes such scores in bfloat16. The output head, the only
+        # quantised product of MLX's here, does not see the context.
+        moved = [p.bytes_read + p.bytes_written for p in chunk if p.name != "QuantizedMatmul"]
+        assert len(moved) == len(chunk) - 1
+        assert max(moved) <= 16 * attention.MAX_PAIRS * (2 + 2)
         found[context] = sum(p.bytes_read + p.bytes_written for p in chunk)
     first, second = found[32768] - found[16384], found[65536] - found[32768]
     assert second == pytest.approx(2 * first, rel=0.05)
