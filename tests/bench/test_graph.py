@@ -153,8 +153,8 @@ def test_a_chunk_costs_no_more_than_its_context(model):
         scores = [a for p in chunk if p.name == "Matmul" for a in p.outputs if a.shape[-1] > 2048]
         # 16 heads of queries by keys; a row of queries more or less
         assert max(a.size for a in scores) <= 16 * attention.MAX_PAIRS
-        # No launch moves more than one that reads and writes such scores in bfloat16. The output head, the only
-        # quantised product of MLX's here, does not see the context.
+        # No launch moves more than one that reads and writes such scores in bfloat16. The output head, MLX's
+        # only quantised product here, does not see the context.
         moved = [p.bytes_read + p.bytes_written for p in chunk if p.name != "QuantizedMatmul"]
         assert len(moved) == len(chunk) - 1
         assert max(moved) <= 16 * attention.MAX_PAIRS * (2 + 2)
