@@ -204,6 +204,9 @@ def metal_kernel(
 
     Returns:
         An object to call as MLX's: see :meth:`HostKernel.__call__`.
+
+    Raises:
+        ValueError: Metal has no function of such a name.
     """
     return HostKernel(
         name,
@@ -231,6 +234,10 @@ class HostKernel:
         atomic_outputs: bool,
         compile_options: dict[str, Any] | None,
     ) -> None:
+        if not re.fullmatch(r"\w+", name, re.ASCII):
+            raise ValueError(
+                f"kernel {name!r}: MLX makes the name part of a function's; letters, digits and _ are right"
+            )
         self.name = name
         self.input_names = input_names
         self.output_names = output_names

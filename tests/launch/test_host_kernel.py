@@ -216,6 +216,11 @@ def test_calls_that_cannot_be_launched(change, words):
         run("out[0] = a;", options.pop("inputs"), names=["a"], **options)
 
 
+def test_a_name_that_no_function_can_have():
+    with pytest.raises(ValueError, match="'my kernel': .* letters"):
+        host.metal_kernel("my kernel", ["x"], ["out"], "out[0] = x[0];")
+
+
 def half_of(a):
     return run(f"{INDEX}out[i] = a[i] / 2;", [a], shapes=[a.shape], dtypes=[a.dtype], grid=(a.size, 1, 1))[0]
 
