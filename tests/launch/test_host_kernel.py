@@ -217,7 +217,7 @@ def test_calls_that_cannot_be_launched(change, words):
 
 
 def test_a_name_that_no_function_can_have():
-    with pytest.raises(ValueError, match="'my kernel': .* letters"):
+    with pytest.raises(ValueError, match="function's; letters"):
         host.metal_kernel("my kernel", ["x"], ["out"], "out[0] = x[0];")
 
 
