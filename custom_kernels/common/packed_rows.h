@@ -14,8 +14,6 @@
 // START is read from threadgroup memory: `bits & mask | constant` is one instruction on NVIDIA GPUs, but only if
 // the compiler does not know the constant.
 
-// The part of the vector that meets one 16-byte load of a row. Numbers at even and at odd places have sums of
-// their own.
 // A matrix in one buffer: all weights, then all scales, then all biases, each from a multiple of 16 bytes on.
 template <typename ScaleT>
 struct lily_packed_matrix {
@@ -32,6 +30,8 @@ struct lily_packed_matrix {
   }
 };
 
+// The part of the vector that meets one 16-byte load of a row. Numbers at even and at odd places have sums of
+// their own.
 template <int BITS>
 struct lily_operand {
   enum : int { VALUES = 128 / BITS, START_EVEN = 256, START_ODD = BITS == 4 ? 16 : 256 };
