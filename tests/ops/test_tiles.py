@@ -18,8 +18,9 @@ from lily_mlx.settings import OPS
 
 TABLES = (*OPS, "attention_combine")
 NAMED = {choice["chip"] for op in TABLES for choice in tiles.table(op)}
-METAL = sorted({"metal", "metal-applegpu_g13s", *(chip for chip in NAMED if chip.startswith("metal"))})
-CUDA = sorted({"cuda-sm_80", *(chip for chip in NAMED if chip.startswith("cuda"))})
+# Of each family the chips that a table names, and one that none does.
+METAL = sorted({"metal-applegpu_g13s", *(chip for chip in NAMED if chip.startswith("metal-"))})
+CUDA = sorted({"cuda-sm_80", *(chip for chip in NAMED if chip.startswith("cuda-"))})
 MATRICES = {"qmm": 1, "expert_gemm_gate_up": 2, "expert_gemm_down": 1}
 """Of which a lane has sums at once, in the ops over common/tile_product.h."""
 
