@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
 
 import mlx.core as mx
 
@@ -26,8 +25,10 @@ class Ahead:
 
         Inside a transformation, where nothing can be evaluated, nothing happens.
         """
-        with suppress(ValueError):
+        try:
             mx.async_eval(result)
-            self._waiting.append(result)
-            if len(self._waiting) > self._count:
-                mx.eval(self._waiting.popleft())
+        except ValueError:  # of a transformation
+            return
+        self._waiting.append(result)
+        if len(self._waiting) > self._count:
+            mx.eval(self._waiting.popleft())

@@ -18,7 +18,7 @@ from ..ops.qk_prepare import qk_prepare, rope_frequencies
 from .projection import project
 
 MAX_PAIRS = 2**24
-"""Queries by keys of one launch of attention: 2,048 by 8,192, 0.5 GB of scores for 16 heads."""
+"""Queries by keys of one launch of attention, over the batch: 2,048 by 8,192, 0.5 GB of scores for 16 heads."""
 
 PIECES_AHEAD = 2
 """Such launches that wait for the GPU, each with its scores."""
@@ -64,14 +64,15 @@ class Attention(stock.Qwen3NextAttention):
 
         So neither the scores that MLX may keep nor the time of a launch grow with the context. The pieces are
         rows of the result. Each depends on the one before, and only some wait for the GPU, or the scores of
-        all would be kept at once.
+        all would be kept at once. With a mask in an array or quantised keys it is one, as in stock.
         """
         options = {"cache": cache, "scale": self.scale}
         if isinstance(mask, mx.array) or not isinstance(keys, mx.array):  # quantised keys are a tuple
             return stock.scaled_dot_product_attention(q, keys, values, mask=mask, **options)
-        T, S = q.shape[2], keys.shape[2]
-        rows = max(1, MAX_PAIRS // S)
-        if rows >= T:
+        B, _, T, _ = q.shape
+        S = keys.shape[2]
+        rows = max(1, MAX_PAIRS // (B * S))
+        if rows >= T or T > S:
             return stock.scaled_dot_product_attention(q, keys, values, mask=mask, **options)
         rows = -(-T // -(-T // rows))  # as many for each piece
         before = S - T  # tokens that the first query sees besides itself

@@ -149,7 +149,7 @@ def test_attention_in_pieces_is_the_same(monkeypatch, mask, context):
         "scaled_dot_product_attention",
         lambda q, *a, **k: calls.append(q.shape[2]) or inner(q, *a, **k),
     )
-    monkeypatch.setattr(attention, "MAX_PAIRS", 3 * (context + T))
+    monkeypatch.setattr(attention, "MAX_PAIRS", 3 * 2 * (context + T))
     assert_close(layer.attend(q, keys, values, mask), whole, 1e-6)
     assert calls == [3, 3, 1]
 
@@ -166,9 +166,22 @@ def test_attention_spelt_out_is_the_same_and_its_scores_have_one_size(monkeypatc
     inner = attention._masked
     monkeypatch.setattr(attention, "_masked", lambda s, *a: shapes.append(s.shape) or inner(s, *a))
     monkeypatch.setattr(attention, "_keeps_scores", lambda D: True)
-    monkeypatch.setattr(attention, "MAX_PAIRS", 3 * (context + T))
+    monkeypatch.setattr(attention, "MAX_PAIRS", 3 * 2 * (context + T))
     assert_close(layer.attend(q, keys, values, "causal"), whole, 1e-6)
     assert shapes == [(2, Hq, 3, context + T)] * 2 + [(2, Hq, 2, context + T)]
+
+
+@pytest.mark.parametrize("spelt_out", [False, True])
+def test_more_queries_than_keys_are_stocks(monkeypatch, spelt_out):
+    _, lily = small_models()
+    layer = next(layer.self_attn for layer in lily.layers if not layer.is_linear)
+    Hq, Hk, D = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
+    q = mx.random.normal((1, Hq, 7, D))
+    keys, values = (mx.random.normal((1, Hk, 4, D)) for _ in range(2))
+    whole = layer.attend(q, keys, values, "causal")
+    monkeypatch.setattr(attention, "_keeps_scores", lambda D: spelt_out)
+    monkeypatch.setattr(attention, "MAX_PAIRS", 8)
+    assert mx.array_equal(layer.attend(q, keys, values, "causal"), whole)
 
 
 @pytest.mark.usefixtures("compiled_ops")
