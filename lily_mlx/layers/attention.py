@@ -18,7 +18,7 @@ from ..ops.qk_prepare import qk_prepare, rope_frequencies
 from .projection import project
 
 MAX_PAIRS = 2**24
-"""Queries by keys of one launch of attention, all batch rows: 2,048 by 8,192, 0.5 GB of scores for 16 heads."""
+"""Queries by keys of a launch of attention, all batch rows: 2,048 by 8,192, 0.5 GB of scores of 16 heads."""
 
 PIECES_AHEAD = 2
 """Such launches that wait for the GPU, each with its scores."""
