@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -66,14 +66,14 @@ class Attention(stock.Qwen3NextAttention):
         rows of the result. Each depends on the one before, and only some wait for the GPU, or the scores of
         all would be kept at once. With a mask in an array or quantised keys it is one, as in stock.
         """
-        options = {"cache": cache, "scale": self.scale}
+        attention = partial(stock.scaled_dot_product_attention, cache=cache, scale=self.scale, mask=mask)
         if isinstance(mask, mx.array) or not isinstance(keys, mx.array):  # quantised keys are a tuple
-            return stock.scaled_dot_product_attention(q, keys, values, mask=mask, **options)
+            return attention(q, keys, values)
         B, _, T, _ = q.shape
         S = keys.shape[2]
         rows = max(1, MAX_PAIRS // (B * S))
         if rows >= T or T > S:
-            return stock.scaled_dot_product_attention(q, keys, values, mask=mask, **options)
+            return attention(q, keys, values)
         rows = -(-T // -(-T // rows))  # as many for each piece
         before = S - T  # tokens that the first query sees besides itself
         spelt_out = mask == "causal" and _keeps_scores(q.shape[-1])
@@ -88,8 +88,7 @@ class Attention(stock.Qwen3NextAttention):
                 pieces.append(_causal_attention(part, keys, values, self.scale, before + start))
             else:
                 seen = before + end if mask == "causal" else S
-                k, v = keys[:, :, :seen], values[:, :, :seen]
-                pieces.append(stock.scaled_dot_product_attention(part, k, v, mask=mask, **options))
+                pieces.append(attention(part, keys[:, :, :seen], values[:, :, :seen]))
             ahead.start(pieces[-1])
         return mx.concatenate(pieces, axis=2)
 

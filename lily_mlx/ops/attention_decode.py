@@ -25,7 +25,7 @@ from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, TemplateValue, Triple, Variant, declare, launch
 from ..tiles import choose, of_chip
 from .attention_combine import attention_combine, partials_size
-from .trust import paired, self_check
+from .trust import off_reference, paired, self_check
 
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 MAX_HEAD_SIZE = 256
@@ -325,7 +325,7 @@ def _self_check(backend: str) -> str | None:
     first, second = of_chip("attention_decode", chip), of_chip("attention_combine", chip)
     for tile, combine_tile in paired(first, second):
         got = attention_decode(*operands, tile=tile, combine_tile=combine_tile, backend=backend)
-        error: Any = (mx.abs(got.astype(mx.float32) - want).max() / mx.abs(want).max()).item()
-        if not error <= 2**-7:  # bfloat16 rounds once, by at most 2^-8 of a value
-            return f"{error:.1e} off the reference, allowed {2**-7:.1e}, with {tile}, {combine_tile}"
+        # bfloat16 rounds once, by at most 2^-8 of a value
+        if off := off_reference(got, want, 2**-7):
+            return f"{off}, with {tile}, {combine_tile}"
     return None

@@ -29,7 +29,7 @@ from ..launch import backend as backends
 from ..launch.kernel import MAX_THREADGROUP_BYTES, Buffer, Kernel, Variant, declare, launch
 from ..tiles import choose, of_chip
 from .packed import ACTIVATION_DTYPES, Packed, lanes_per_row, shared_vector_bytes, why_not
-from .trust import self_check
+from .trust import off_reference, self_check
 
 MAX_TOP_K = 31
 MAX_EXPERTS = 1024
@@ -273,7 +273,7 @@ def _self_check(backend: str) -> str | None:
         if got.experts.tolist() != want.experts.tolist():
             return f"experts {got.experts.tolist()}, not {want.experts.tolist()}, with {tile}"
         for name, ours, theirs in (("h", got.h, want.h), ("weights", got.weights, want.weights)):
-            error: Any = (mx.abs(ours - theirs).max() / mx.abs(theirs).max()).item()
-            if not error <= 1e-4:  # float32 throughout
-                return f"{name}: {error:.1e} off the reference, allowed 1e-4, with {tile}"
+            # float32 throughout
+            if off := off_reference(ours, theirs, 1e-4):
+                return f"{name}: {off}, with {tile}"
     return None

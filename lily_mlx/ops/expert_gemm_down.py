@@ -35,7 +35,7 @@ from .tile_product import (
     why_no_product,
     why_not_routed,
 )
-from .trust import self_check
+from .trust import off_reference, self_check
 
 
 def _template(
@@ -187,8 +187,7 @@ def expert_gemm_down(
     }
     if tile is None:
         block_rows = grouped_tile(h.shape[0] // (top_k + 1), top_k, sizes["E"], backend)["rows"]
-        chosen = choose("expert_gemm_down", backends.chip(backend), rows=block_rows)
-        tile = {"rows": block_rows, **chosen}
+        tile = _tile(block_rows, backend)
     template = _template((h.dtype, down.scales.dtype), sizes, tile)
     grid, threadgroup = _threads(template, blocks.shape[0])
     parts = [part for matrix in (down, shared_down) for part in (matrix.weight, matrix.scales, matrix.biases)]
@@ -203,6 +202,11 @@ def expert_gemm_down(
         backend=backend,
     )
     return y
+
+
+def _tile(block_rows: int, backend: str) -> dict[str, int]:
+    """The tile for blocks of the routing's rows."""
+    return {"rows": block_rows, **choose("expert_gemm_down", backends.chip(backend), rows=block_rows)}
 
 
 @self_check("expert_gemm_down")
@@ -220,13 +224,12 @@ def _self_check(backend: str) -> str | None:
     routed = mx.random.permutation(T, key=keys[3]).astype(mx.int32) * 2
     rows = mx.concatenate([routed, mx.arange(T, dtype=mx.int32) * 2 + 1])
     groups = ((0, 0, 69), (2, 69, 1), (3, 70, 70))  # the second expert has no rows
-    chip = backends.chip(backend)
-    for block_rows in {tile["rows"] for tile in of_chip("expert_gemm_gate_up", chip)}:
-        tile = {"rows": block_rows, **choose("expert_gemm_down", chip, rows=block_rows)}
+    for block_rows in {tile["rows"] for tile in of_chip("expert_gemm_gate_up", backends.chip(backend))}:
+        tile = _tile(block_rows, backend)
         operands = (h, rows, *blocks_of(groups, block_rows), *matrices, top_k)
         got = expert_gemm_down(*operands, tile=tile, backend=backend)
         want = expert_gemm_down_reference(*operands)
-        error: Any = (mx.abs(got.astype(mx.float32) - want).max() / mx.abs(want).max()).item()
-        if not error <= 2**-7:  # bfloat16 rounds the result once, by at most 2^-8 of a value, and each number
-            return f"{error:.1e} off the reference, allowed {2**-7:.1e}, with {tile}"
+        # bfloat16 rounds the result once, by at most 2^-8 of a value, and each number
+        if off := off_reference(got, want, 2**-7):
+            return f"{off}, with {tile}"
     return None

@@ -35,7 +35,7 @@ import mlx.core as mx
 from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, TemplateValue, Variant, declare, launch
 from ..tiles import choose, of_chip
-from .trust import self_check
+from .trust import off_reference, self_check
 
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 CONV_WIDTH = 4
@@ -360,7 +360,6 @@ def _self_check(backend: str) -> str | None:
     for tile in of_chip("gated_delta_prepare", backends.chip(backend)):
         got = gated_delta_prepare(*operands, **heads, tile=tile, backend=backend)
         for (name, bound), ours, theirs in zip(bounds.items(), got, want, strict=True):
-            error: Any = (mx.abs(ours.astype(mx.float32) - theirs).max() / mx.abs(theirs).max()).item()
-            if not error <= bound:
-                return f"{name} is {error:.1e} off the reference, allowed {bound:.1e}, with {tile}"
+            if off := off_reference(ours, theirs, bound):
+                return f"{name} is {off}, with {tile}"
     return None

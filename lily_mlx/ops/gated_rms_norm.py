@@ -18,14 +18,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 import mlx.core as mx
 
 from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, TemplateValue, Variant, declare, launch
 from ..tiles import choose, of_chip
-from .trust import self_check
+from .trust import off_reference, self_check
 
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 
@@ -188,7 +187,7 @@ def _self_check(backend: str) -> str | None:
     want = gated_rms_norm_reference(y, z, weight, offset=16)
     for tile in of_chip("gated_rms_norm", backends.chip(backend)):
         got = gated_rms_norm(y, z, weight, offset=16, tile=tile, backend=backend)
-        error: Any = (mx.abs(got.astype(mx.float32) - want).max() / mx.abs(want).max()).item()
-        if not error <= 2**-7:  # bfloat16 rounds the result once, by at most 2^-8 of it
-            return f"{error:.1e} off the reference, allowed {2**-7:.1e}, with {tile}"
+        # bfloat16 rounds the result once, by at most 2^-8 of it
+        if off := off_reference(got, want, 2**-7):
+            return f"{off}, with {tile}"
     return None

@@ -20,7 +20,9 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import mlx.core as mx
 
 from .. import __version__, tiles
 from ..launch import backend as backends
@@ -50,6 +52,12 @@ def paired(first: Sequence[A], second: Sequence[B]) -> list[tuple[A, B]]:
     """Each of the first with one of the second and the other way round: as few pairs, to compile, as do."""
     pairs = max(len(first), len(second))
     return [(first[i % len(first)], second[i % len(second)]) for i in range(pairs)]
+
+
+def off_reference(got: mx.array, want: mx.array, bound: float) -> str | None:
+    """None if the error is at most ``bound`` of the reference's largest value, else how far off it is."""
+    error: Any = (mx.abs(got.astype(mx.float32) - want).max() / mx.abs(want).max()).item()
+    return None if error <= bound else f"{error:.1e} off the reference, allowed {bound:.1e}"
 
 
 @cache
