@@ -7,14 +7,13 @@ recurrent state. Activations are not: a fused engine need not write them.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from .ops.machine import copy_bandwidth
+from .ops.machine import copy_bandwidth, matrix_peak
 
 MAX_LENGTH = 1 << 20
 """The most tokens of a prompt or context: four times what these models are trained for."""
@@ -107,19 +106,8 @@ def peaks() -> dict[str, float]:
         Bytes a second, read and written; FLOP a second of bfloat16.
     """
     on_gpu = mx.default_device() == mx.gpu
-    n = 4096 if on_gpu else 256
-    a, b = (mx.random.normal((n, n)).astype(mx.bfloat16) for _ in range(2))
-    mx.eval(a, b)
-
-    products = 8  # so that launching them is little of the time
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        mx.eval([a @ b for _ in range(products)])
-        return time.perf_counter() - start
-
-    seconds()
     return {
         "bandwidth": copy_bandwidth((64 if on_gpu else 8) << 20),
-        "matrix_peak": products * 2 * n**3 / min(seconds() for _ in range(5)),
+        # So many that launching them is little of the time.
+        "matrix_peak": matrix_peak(4096 if on_gpu else 256, calls=8),
     }

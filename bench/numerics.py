@@ -462,10 +462,10 @@ def _engines(
     bridged: bool,
     reference: tuple[np.ndarray, np.ndarray] | None,
 ) -> dict[str, Engine]:
-    bridge = bridged_scan if bridged else contextlib.nullcontext
+    bridge, mend = (bridged_scan, mended_products) if bridged else (contextlib.nullcontext,) * 2
 
     def stock(tokens: np.ndarray, lengths: Sequence[int], advance: Advance) -> np.ndarray:
-        with bridge(), mended_products() if bridged else contextlib.nullcontext():
+        with bridge(), mend():
             return teacher_forced(model, tokens, lengths, advance)
 
     lily_model = lily_mlx.convert(twin(model))

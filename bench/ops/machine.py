@@ -1,10 +1,11 @@
-"""What the benchmarks of single ops say of the machine: its facts, and its copy bandwidth."""
+"""What the benchmarks say of the machine: its facts, its copy bandwidth and its matrix peak."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def copy_bandwidth(size: int = 64 << 20, rounds: int = 5) -> float:
     Several in turn: launching one and waiting for it takes as long as a fast GPU needs for 256 MB.
     """
     calls = 8
+    x = mx.zeros((size,), mx.float32)
 
     def copies() -> mx.array:
         y = x
@@ -44,11 +46,22 @@ def copy_bandwidth(size: int = 64 << 20, rounds: int = 5) -> float:
             y = y + 1
         return y
 
-    x = mx.zeros((size,), mx.float32)
-    mx.eval(copies())
+    return calls * 2 * x.nbytes / _least_seconds(copies, rounds)
+
+
+def matrix_peak(size: int, calls: int = 1, rounds: int = 5) -> float:
+    """FLOP a second of MLX's bfloat16 product of square matrices, the best round of ``calls`` products."""
+    a, b = (mx.random.normal((size, size)).astype(mx.bfloat16) for _ in range(2))
+    mx.eval(a, b)
+    return calls * 2.0 * size**3 / _least_seconds(lambda: [a @ b for _ in range(calls)], rounds)
+
+
+def _least_seconds(work: Callable[[], Any], rounds: int) -> float:
+    """Of evaluating what ``work`` gives, after once to warm up."""
+    mx.eval(work())
     best = float("inf")
     for _ in range(rounds):
         start = time.perf_counter()
-        mx.eval(copies())
+        mx.eval(work())
         best = min(best, time.perf_counter() - start)
-    return calls * 2 * x.nbytes / best
+    return best

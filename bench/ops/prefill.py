@@ -53,7 +53,7 @@ from lily_mlx.ops.packed import Packed
 from lily_mlx.ops.tile_product import grouped_tile
 
 from .decode_gemv import DTYPE, GROUP, TOP_K, Clock, random_matrix, relative_error, stock_product
-from .machine import copy_bandwidth, environment
+from .machine import copy_bandwidth, environment, matrix_peak
 
 Step = Callable[[mx.array], mx.array]
 """What the previous call gave -> what the next call starts from."""
@@ -632,17 +632,6 @@ def measure(job: Job, clock: Clock, backend: str, samples: int, deadline: float)
         records[name] |= {"chain_s": statistics.median(chain_times), "gpu_s": statistics.median(gpu_times)}
         records[name] |= {"gpu_low_s": min(gpu_times), "gpu_high_s": max(gpu_times), "samples": samples}
     return list(records.values())
-
-
-def matrix_peak(size: int) -> float:
-    """FLOP a second of MLX's bfloat16 product of two square matrices, the best of five."""
-    a, b = normal(size, size), normal(size, size)
-    best = math.inf
-    for _ in range(6):
-        start = time.perf_counter()
-        mx.eval(a @ b)
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * size**3 / best
 
 
 def line(record: dict[str, Any], peaks: tuple[float, float], beside: dict[tuple[str, int], float]) -> str:
