@@ -12,7 +12,7 @@ from mlx_lm.models import qwen3_5 as stock
 from ..launch import backend
 from ..ops.choice import why_not
 from ..ops.gated_delta_prepare import gated_delta_prepare
-from ..ops.gated_delta_scan import gated_delta_scan
+from ..ops.gated_delta_scan import faster_stock_kernel, gated_delta_scan
 from ..ops.gated_delta_step import gated_delta_step
 from ..ops.gated_rms_norm import gated_rms_norm
 from ..ops.packed import in_one_buffer
@@ -158,7 +158,13 @@ class GatedDeltaNet(stock.GatedDeltaNet):
 def _stock_scan(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array, mask: mx.array | None
 ) -> tuple[mx.array, mx.array]:
-    """The recurrence as stock runs it: its Metal kernel where that takes the shape, else MLX ops."""
+    """The recurrence without Lily: the kernel that the tile table names, else what mlx-lm runs.
+
+    That is mlx-lm's Metal kernel where it takes the shape, else MLX ops.
+    """
+    if mask is None and faster_stock_kernel(q, v) == "mx.fast.gated_delta_update":
+        y, state = mx.fast.gated_delta_update(q, k, v, g, beta, state)
+        return y, state
     on_metal = mx.metal.is_available() and mx.default_device() == mx.gpu
     run = stock_scan.gated_delta_kernel if on_metal and k.shape[-1] % 32 == 0 else stock_scan.gated_delta_ops
     return run(q, k, v, g, beta, state, mask)

@@ -26,7 +26,7 @@ import mlx.core as mx
 
 from ..launch import backend as backends
 from ..launch.kernel import Buffer, Kernel, Variant, declare, launch
-from ..tiles import choose, of_chip
+from ..tiles import choose, of_chip, stock_kernel
 from .trust import off_reference, self_check
 
 ACTIVATION_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
@@ -151,7 +151,23 @@ def supports(
         return f"g and state must be float32, not {g.dtype} and {state.dtype}"
     if mask is not None and mask.dtype != mx.bool_:
         return f"mask is {mask.dtype}, not bool"
+    if faster := faster_stock_kernel(q, v, backend=backend):
+        return f"the tile table takes {faster} for {T} tokens on this chip"
     return None
+
+
+def faster_stock_kernel(q: mx.array, v: mx.array, *, backend: str | None = None) -> str | None:
+    """The stock kernel that the tile table takes for these arrays, None where it takes this one.
+
+    Either ``mlx-lm``, the kernel that its models run, or ``mx.fast.gated_delta_update``.
+    """
+    return stock_kernel("gated_delta_scan", backends.chip(backend or backends.resolve()), **_shape(q, v))
+
+
+def _shape(q: mx.array, v: mx.array) -> dict[str, int]:
+    """The axes that the tile table may ask for."""
+    (B, T, _, Dk), (Hv, Dv) = q.shape, v.shape[2:]
+    return {"B": B, "T": T, "Hv": Hv, "Dk": Dk, "Dv": Dv}
 
 
 def gated_delta_scan_reference(
@@ -217,7 +233,7 @@ def gated_delta_scan(
     Hv, Dv = v.shape[2:]
     backend = backend or backends.resolve()
     if tile is None:
-        tile = choose("gated_delta_scan", backends.chip(backend), B=B, T=T, Hv=Hv, Dk=Dk, Dv=Dv)
+        tile = choose("gated_delta_scan", backends.chip(backend), **_shape(q, v))
     grid, threadgroup = _threads(B, Hv, Dv, tile)
     y, state = launch(
         KERNEL,

@@ -4,7 +4,7 @@ A table is ``<op>.toml``, a list of ``[[choice]]``:
 
 - ``chip``: a prefix of the name that ``launch.backend.chip`` gives ("cuda-sm_90", "metal"); "" is any;
 - ``when``: for each axis that matters, ``[smallest, largest]``, both included;
-- ``tile``: the values chosen;
+- ``tile``: the values chosen, or the name of a stock kernel that was measured faster there;
 - ``because``: the result that chose it.
 
 The first choice that fits is taken: a table goes from special to general, and its last choice always fits.
@@ -31,15 +31,16 @@ def table(op: str) -> tuple[dict[str, Any], ...]:
     for number, choice in enumerate(choices, start=1):
         if choice.keys() != {"chip", "when", "tile", "because"}:
             raise ValueError(f"{path.name}: choice {number} needs chip, when, tile and because, no more")
-    if choices[-1]["chip"] or choices[-1]["when"]:
-        raise ValueError(f"{path.name}: the last choice must fit every chip and shape")
+    if choices[-1]["chip"] or choices[-1]["when"] or isinstance(choices[-1]["tile"], str):
+        raise ValueError(f"{path.name}: the last choice must be a tile that fits every chip and shape")
     return choices
 
 
 @lru_cache(maxsize=4096)
-def _choose(op: str, chip: str, sizes: tuple[tuple[str, int], ...]) -> Mapping[str, int]:
+def _fitting(op: str, chip: str, sizes: tuple[tuple[str, int], ...]) -> tuple[Mapping[str, int] | str, ...]:
+    """The tiles and stock kernels of all choices that fit, in order."""
     values = dict(sizes)
-    return next(
+    return tuple(
         choice["tile"]
         for choice in table(op)
         if chip.startswith(choice["chip"])
@@ -48,8 +49,14 @@ def _choose(op: str, chip: str, sizes: tuple[tuple[str, int], ...]) -> Mapping[s
 
 
 def choose(op: str, chip: str, **sizes: int) -> Mapping[str, int]:
-    """The tile for a shape on a chip: the first choice of the op's table that fits."""
-    return _choose(op, chip, tuple(sizes.items()))
+    """The tile of the op's kernel for a shape on a chip: the first of the op's table that fits."""
+    return next(tile for tile in _fitting(op, chip, tuple(sizes.items())) if not isinstance(tile, str))
+
+
+def stock_kernel(op: str, chip: str, **sizes: int) -> str | None:
+    """The stock kernel that the op's table takes for a shape on a chip, None where it takes the op's own."""
+    first = _fitting(op, chip, tuple(sizes.items()))[0]
+    return first if isinstance(first, str) else None
 
 
 def of_chip(op: str, chip: str) -> tuple[Mapping[str, int], ...]:
@@ -57,7 +64,7 @@ def of_chip(op: str, chip: str) -> tuple[Mapping[str, int], ...]:
     found: list[Mapping[str, int]] = []
     for choice in table(op):
         if chip.startswith(choice["chip"]):
-            if choice["tile"] not in found:
+            if not isinstance(choice["tile"], str) and choice["tile"] not in found:
                 found.append(choice["tile"])
             if not choice["when"]:
                 break

@@ -9,6 +9,7 @@ from mlx_lm.models.cache import ArraysCache
 from lily_mlx.counters import counts
 from lily_mlx.launch import backend, source
 from lily_mlx.layers import GatedDeltaNet
+from lily_mlx.ops import gated_delta_scan as scan
 
 WIDTH = 64
 OPS = ("gated_delta_prepare", "gated_delta_scan", "gated_rms_norm")
@@ -133,6 +134,25 @@ def test_padding_on_the_right_is_not_seen():
         caches.append(cache)
     for i in range(2):
         assert_close(caches[1][i], caches[0][i], mx.float32)
+
+
+@pytest.mark.parametrize("kernel", ["mx.fast.gated_delta_update", "mlx-lm"])
+def test_the_stock_kernel_that_the_table_takes_runs(kernel, monkeypatch):
+    """The recurrence is its, for the lengths that the table names, and the rest of the layer stays ours."""
+    monkeypatch.setattr(scan, "stock_kernel", lambda op, chip, *, T, **_: kernel if T > 4 else None)
+    called = []
+    mlx = mx.fast.gated_delta_update
+    monkeypatch.setattr(mx.fast, "gated_delta_update", lambda *a: called.append(a[0].shape[1]) or mlx(*a))
+    expected, actual = layers(mx.float32)
+    x = inputs(2, 11, mx.float32)
+    ours, theirs = (ArraysCache(2), ArraysCache(2))
+    counts.clear()
+    for part in mx.split(x, [7], axis=1):
+        assert_close(actual(part, cache=ours), expected(part, cache=theirs), mx.float32)
+    for i in range(2):
+        assert_close(ours[i], theirs[i], mx.float32)
+    assert [counts[f"op.{op}"] for op in OPS] == [2, 1, 2]
+    assert called == ([7] if kernel == "mx.fast.gated_delta_update" else [])
 
 
 @pytest.mark.parametrize("why", ["training", "the ops back-end"])

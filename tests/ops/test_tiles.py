@@ -134,3 +134,25 @@ def test_tiles_of_a_chip_are_those_that_it_can_choose(monkeypatch):
 def test_pairs_have_each_of_both():
     assert paired("ab", (1, 2, 3)) == [("a", 1), ("b", 2), ("a", 3)]
     assert paired("abc", (1,)) == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_a_table_can_take_a_stock_kernel(monkeypatch):
+    """Where it was measured faster; the op's own tile stays that of the next choice that fits."""
+    rows = (
+        {"chip": "metal", "when": {"T": [1, 2]}, "tile": "stock", "because": ""},
+        {"chip": "", "when": {}, "tile": {"rows": 1}, "because": ""},
+    )
+    monkeypatch.setattr(tiles, "table", lambda op: rows)
+    tiles._fitting.cache_clear()
+    assert tiles.stock_kernel("op", "metal", T=2) == "stock"
+    assert tiles.stock_kernel("op", "metal", T=3) is tiles.stock_kernel("op", "cuda", T=2) is None
+    assert tiles.choose("op", "metal", T=2) == {"rows": 1}
+    assert tiles.of_chip("op", "metal") == ({"rows": 1},)
+    tiles._fitting.cache_clear()
+
+
+def test_the_last_choice_of_a_table_is_a_tile(monkeypatch, tmp_path):
+    (tmp_path / "op.toml").write_text('[[choice]]\nchip = ""\nwhen = {}\ntile = "stock"\nbecause = ""\n')
+    monkeypatch.setattr(tiles, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(ValueError, match="the last choice must be a tile"):
+        tiles.table("op")

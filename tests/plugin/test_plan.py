@@ -12,7 +12,7 @@ from lily_mlx.cli import main
 from lily_mlx.counters import counts
 from lily_mlx.launch import backend
 from lily_mlx.launch.kernel import all_kernels
-from lily_mlx.ops import choice
+from lily_mlx.ops import choice, gated_delta_scan
 from lily_mlx.plan import plan
 from lily_mlx.settings import OPS
 from tests.conftest import TINY
@@ -71,6 +71,14 @@ def test_reasons_come_from_the_shapes(monkeypatch):
     found = {op.op: op for op in plan(checkpoint, "host") if op.phase == "decode"}
     assert "mxfp4" in found["DeltaNet projections"].why
     assert found["attention"].path == "host"
+
+
+def test_a_stock_kernel_that_the_table_takes_is_named(monkeypatch):
+    monkeypatch.setenv("LILY_BACKEND", "host")
+    monkeypatch.setattr(gated_delta_scan, "stock_kernel", lambda op, chip, **_: "mlx-lm")
+    found = {op.op: op for op in plan(read_checkpoint(TINY), "host") if op.phase == "prefill"}
+    assert found["DeltaNet recurrence"].path == "stock"
+    assert "the tile table takes mlx-lm" in found["DeltaNet recurrence"].why
 
 
 def test_a_tokens_block_with_a_wider_shared_expert_is_stocks_as_a_whole(monkeypatch):
