@@ -109,6 +109,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="append a line for each arm to this file")
     options = parser.parse_args()
 
+    if options.samples < 2:
+        parser.error(f"--samples is {options.samples}; it must be at least 2")
     backend = options.backend or backends.resolve()
     if backend == "ops":
         parser.error("no GPU back-end here (--backend host tries the script on any machine)")
