@@ -31,12 +31,12 @@ _SEVERAL_OPS = {"expert_gemm": ("expert_gemm_gate_up", "expert_gemm_down")}
 
 def _fixed_tile(op: str, **sizes: int) -> Context:
     """The op's tile is always the one that the table has for these sizes."""
-    choose = tiles._choose
+    fitting = tiles._fitting
 
     def fixed(name: str, chip: str, found: tuple[tuple[str, int], ...]) -> Any:
-        return choose(name, chip, tuple((dict(found) | sizes).items()) if name == op else found)
+        return fitting(name, chip, tuple((dict(found) | sizes).items()) if name == op else found)
 
-    return patch.object(tiles, "_choose", fixed)
+    return patch.object(tiles, "_fitting", fixed)
 
 
 def _whole_prompt() -> Context:

@@ -42,7 +42,7 @@ def host(monkeypatch):
 
 def patched_functions():
     return (
-        tiles._choose,
+        tiles._fitting,
         switches._generate.generate_step,
         LilyModel.__call__,
         prompt.PromptStep.why_not,
