@@ -23,13 +23,16 @@ from .compiled import Compiled, Snapshot
 from .launch import backend
 from .ops.choice import switched_off
 from .settings import settings
-from .step import why_not_layers
+from .step import CAPACITY_STEP, why_not_layers
 
 MAX_SIZES = 64
 """Numbers of tokens that are kept compiled; the next one starts afresh."""
 
 TOKENS_AHEAD = 16384
 """Tokens times layers that are prepared ahead of the GPU: 8 layers of a chunk of 2,048, all of 256."""
+
+MAX_TOGETHER = 8
+"""Layers of a short chunk that the GPU is given at once: it begins while others are prepared."""
 
 GROWTH = 8
 """A long KV cache grows by its eighth: each growth copies it, and stock's grows by every chunk."""
@@ -93,20 +96,27 @@ class PromptStep:
         x = text.model.embed_tokens(inputs)
         B, T, _ = x.shape
         layers_ahead = max(1, TOKENS_AHEAD // (B * T))
-        ahead = Ahead(layers_ahead)
+        together = max(1, min(layers_ahead // 4, MAX_TOGETHER))
+        ahead = Ahead(layers_ahead // together)
+        no_states: tuple[mx.array, mx.array] | None = None
+        positions: dict[int, mx.array] = {}
         for index, (layer, c) in enumerate(zip(text.layers, cache, strict=True)):
             if layer.is_linear:
-                x, c[0], c[1] = self._part(index, "linear", layer)(x, *_states(layer.linear_attn, c, x))
+                states = (c[0], c[1])
+                if c[0] is None:
+                    states = no_states = no_states or _no_states(layer.linear_attn, x)
+                x, c[0], c[1] = self._part(index, "linear", layer)(x, *states)
                 c.advance(T)
             else:
                 attention = layer.self_attn
-                position = mx.array([c.offset] * max(B, 8), dtype=mx.int32)
-                q, keys, values, projected = self._part(index, "before", layer)(x, position)
-                c.step = max(c.step, c.offset // GROWTH)
+                if c.offset not in positions:
+                    positions[c.offset] = _positions(c.offset, B)
+                q, keys, values, projected = self._part(index, "before", layer)(x, positions[c.offset])
+                c.step = max(c.step, CAPACITY_STEP, c.offset // GROWTH)
                 keys, values = c.update_and_fetch(keys, values)
                 out = attention.attend(q, keys, values, "causal", c)
                 x = self._part(index, "after", layer)(x, out, projected)
-            if layers_ahead < len(text.layers):
+            if index % together == together - 1:
                 ahead.start(x)
         x = text.model.norm(x)
         return text.model.embed_tokens.as_linear(x) if text.args.tie_word_embeddings else text.lm_head(x)
@@ -149,10 +159,17 @@ def _after(layer: nn.Module, x: mx.array, out: mx.array, projected: mx.array) ->
 _PARTS: dict[str, Any] = {"linear": _linear, "before": _before, "after": _after}
 
 
-def _states(layer: Any, cache: ArraysCache, x: mx.array) -> tuple[mx.array, mx.array]:
-    """The conv state and the recurrent state, zeros before the first chunk."""
-    if cache[0] is not None and cache[1] is not None:
-        return cache[0], cache[1]
+def _positions(offset: int, B: int) -> mx.array:
+    """The first token's position for each of B batch rows: int32 [B or more].
+
+    Made on the GPU: what the CPU has written costs a page fault when a kernel on CUDA reads it.
+    """
+    same = mx.broadcast_to(mx.arange(offset, offset + 1, dtype=mx.int32), (max(B, 8),))
+    return mx.contiguous(same)
+
+
+def _no_states(layer: Any, x: mx.array) -> tuple[mx.array, mx.array]:
+    """The conv state and the recurrent state before the first chunk: zeros, the same for all layers."""
     B = x.shape[0]
     return (
         mx.zeros((B, layer.conv_kernel_size - 1, layer.conv_dim), x.dtype),

@@ -8,10 +8,12 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from lily_mlx import prompt
+from lily_mlx.ahead import Ahead
 from lily_mlx.launch import backend
 from lily_mlx.launch.kernel import all_kernels
 from lily_mlx.layers import attention
 from lily_mlx.prompt import MAX_SIZES, prompt_step
+from lily_mlx.step import CAPACITY_STEP
 from tests.models.test_step import assert_close, small_models
 
 CHUNKS = [mx.array([[1, 2, 3, 4, 5]]), mx.array([[6, 7, 8, 9, 10]]), mx.array([[11, 12, 13, 14, 15]])]
@@ -60,6 +62,40 @@ def test_equals_stock_and_leaves_stocks_caches(monkeypatch, quantise):
     # crosswise, a chunk and then a token
     for tokens in (CHUNKS[0], mx.array([[3]])):
         assert_close(run(stock, [tokens], ours), run(lily, [tokens], theirs))
+
+
+@pytest.mark.usefixtures("compiled_ops")
+@pytest.mark.parametrize(("tokens_ahead", "together", "waiting"), [(5, 1, 1), (40, 2, 4), (10_000, 8, 250)])
+def test_layers_are_given_to_the_gpu_in_groups(monkeypatch, tokens_ahead, together, waiting):
+    """The GPU begins while a short chunk is prepared, and only so many layers of any wait for it."""
+    _, lily = small_models()
+    assert len(lily.layers) % 2 == 0
+    starts = []
+
+    class Noted(Ahead):
+        def __init__(self, count):
+            super().__init__(count)
+            starts.append(count)
+
+        def start(self, result):
+            super().start(result)
+            starts.append(result)
+
+    monkeypatch.setattr(prompt, "Ahead", Noted)
+    monkeypatch.setattr(prompt, "TOKENS_AHEAD", tokens_ahead)
+    run(lily, CHUNKS[:2], make_prompt_cache(lily))
+    assert starts[0] == waiting
+    assert len(starts) == 1 + len(lily.layers) // together
+
+
+@pytest.mark.usefixtures("compiled_ops")
+def test_a_prompts_cache_has_room_for_an_answer():
+    """Or the first token would copy every layer's keys and values into larger arrays."""
+    _, lily = small_models()
+    cache = make_prompt_cache(lily)
+    run(lily, CHUNKS[:1], make_prompt_cache(lily))
+    run(lily, CHUNKS[1:2], cache)
+    assert {c.keys.shape[2] for c in cache if isinstance(c, KVCache)} == {CAPACITY_STEP}
 
 
 @pytest.mark.usefixtures("compiled_ops")
