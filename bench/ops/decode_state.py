@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # references are fp32
@@ -29,7 +28,7 @@ import mlx.core as mx
 from lily_mlx.launch import backend as backends
 from lily_mlx.ops import attention_decode, gated_delta_scan, gated_delta_step, qk_prepare
 
-from .machine import copy_bandwidth, environment
+from .machine import add_record_options, copy_bandwidth, environment
 
 DTYPE = mx.bfloat16
 Hk_LINEAR, Hv, Dk, Dv = 16, 32, 128, 128
@@ -289,7 +288,7 @@ def main() -> int:
         "--budget", type=float, default=75.0, help="seconds; arms not begun by then are left out"
     )
     parser.add_argument("--backend", help="default: the one in use")
-    parser.add_argument("--json", type=Path, help="append a line for each arm to this file")
+    add_record_options(parser)
     options = parser.parse_args()
 
     backend = options.backend or backends.resolve()
@@ -298,7 +297,7 @@ def main() -> int:
     if backend == "host":
         mx.disable_compile()  # the host launcher needs values
     began = time.perf_counter()
-    about = environment(backend)
+    about = environment(backend, options.commit)
     peak = copy_bandwidth()
     mx.random.seed(1)
     print(f"{about['device']} ({about['chip']}), mlx {about['mlx']}: copy {peak / 1e9:,.0f} GB/s")

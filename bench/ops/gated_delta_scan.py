@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -26,7 +25,7 @@ from lily_mlx.launch import backend as backends
 from lily_mlx.ops import gated_delta_scan as op
 
 from ..bridge import packed_scan
-from .machine import copy_bandwidth, environment
+from .machine import add_record_options, copy_bandwidth, environment
 
 Arrays = dict[str, mx.array]
 Arm = Callable[..., tuple[mx.array, mx.array]]
@@ -106,7 +105,7 @@ def main() -> int:
         "--budget", type=float, default=50.0, help="seconds; arms not begun by then are left out"
     )
     parser.add_argument("--backend", help="default: the one in use")
-    parser.add_argument("--json", type=Path, help="append a line for each arm to this file")
+    add_record_options(parser)
     options = parser.parse_args()
 
     if options.samples < 2:
@@ -115,7 +114,7 @@ def main() -> int:
     if backend == "ops":
         parser.error("no GPU back-end here (--backend host tries the script on any machine)")
     began = time.perf_counter()
-    about = environment(backend)
+    about = environment(backend, options.commit)
     peak = copy_bandwidth()
     print(f"{about['device']} ({about['chip']}), mlx {about['mlx']}: copy {peak / 1e9:,.0f} GB/s")
     columns = f"{'T':>6} {'arm':>16} {'median us':>10} {'p10':>9} {'p90':>9} {'ns/token':>9} {'of copy':>8}"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
+import argparse
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +12,31 @@ import mlx.core as mx
 
 from lily_mlx.launch import backend as backends
 
+from .. import record
 
-def environment(backend: str) -> dict[str, Any]:
-    """The fields that every line of results has: commit, back-end, chip, device, system, versions."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+
+def add_record_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json`` and ``--commit``, which say where lines of results go and what is in them."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line for each arm to this file")
+    parser.add_argument("--commit", help="Lily's commit, for the lines, where there is no repository to ask")
+
+
+def environment(backend: str, commit: str | None = None) -> record.Record:
+    """The fields that every line of results has: those of ``lily-mlx bench``, of this back-end.
+
+    Args:
+        backend: that the ops run on, which may be another than the one in use.
+        commit: Lily's, where there is no repository to ask.
+
+    Returns:
+        :func:`bench.record.environment`, with ``chip`` as the tile tables name it and the GPU's name as
+        ``device``.
+    """
     return {
-        "commit": commit.stdout.strip() or None,
+        **record.environment(commit),
         "backend": backend,
         "chip": backends.chip(backend),
         "device": mx.device_info().get("device_name"),
-        "os": platform.platform(),
-        "python": platform.python_version(),
-        "mlx": version("mlx"),
-        "mlx_lm": version("mlx-lm"),
     }
 
 

@@ -27,7 +27,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # references are fp32
@@ -52,8 +51,8 @@ from lily_mlx.ops import (
 from lily_mlx.ops.packed import Packed
 from lily_mlx.ops.tile_product import grouped_tile
 
-from .decode_gemv import DTYPE, GROUP, TOP_K, Clock, random_matrix, relative_error, stock_product
-from .machine import copy_bandwidth, environment, matrix_peak
+from .arrays import DTYPE, GROUP, TOP_K, random_matrix, relative_error
+from .machine import add_record_options, copy_bandwidth, environment, matrix_peak
 
 Step = Callable[[mx.array], mx.array]
 """What the previous call gave -> what the next call starts from."""
@@ -141,6 +140,10 @@ def waited_for(result: mx.array) -> mx.array:
 def after(value: mx.array, operand: mx.array) -> mx.array:
     """The operand, once ``value``, a zero, is there."""
     return operand + value.astype(operand.dtype)
+
+
+def stock_product(x: mx.array, matrix: Packed) -> mx.array:
+    return mx.quantized_matmul(x, *matrix[:3], transpose=True, group_size=GROUP, bits=matrix.bits)
 
 
 # --- Products -----------------------------------------------------------------------------------------------
@@ -589,6 +592,37 @@ def errors(arm: str, job: Job) -> tuple[list[float], bool]:
     return found, all(e <= limit for e, limit in zip(found, limits, strict=True))
 
 
+class Clock:
+    """Times chains, with and without a matrix product that occupies the GPU before them."""
+
+    def __init__(self, size: int) -> None:
+        self.a = mx.random.normal((size, size)).astype(DTYPE)
+        mx.eval(self.a)
+        self.product_seconds = min(self._seconds(lambda: self._occupied(16)) / 16 for _ in range(4))
+
+    def _occupied(self, products: int) -> mx.array:
+        b = self.a
+        for _ in range(products):
+            b = (self.a @ b) * self.a.shape[0] ** -0.5
+        return b[0, 0] * 0
+
+    @staticmethod
+    def _seconds(call: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        mx.eval(call())
+        return time.perf_counter() - start
+
+    def sample(
+        self, chain: Callable[[mx.array], mx.array], start: mx.array, calls: int
+    ) -> tuple[float, float]:
+        """(seconds a call in the chain alone, seconds of the GPU a call)."""
+        alone = self._seconds(lambda: chain(start))
+        products = math.ceil(1.5 * alone / self.product_seconds)
+        empty = self._seconds(lambda: start + self._occupied(products).astype(start.dtype))
+        full = self._seconds(lambda: chain(start + self._occupied(products).astype(start.dtype)))
+        return alone / calls, (full - empty) / calls
+
+
 def chain_of(step: Step, calls: int, compiled: bool) -> Callable[[mx.array], mx.array]:
     def chain(value: mx.array) -> mx.array:
         for _ in range(calls):
@@ -672,7 +706,7 @@ def main() -> int:
         "--budget", type=float, default=90.0, help="seconds; arms not begun by then are left out"
     )
     parser.add_argument("--backend", help="default: the one in use")
-    parser.add_argument("--json", type=Path, help="append a line for each arm to this file")
+    add_record_options(parser)
     parser.add_argument("--shrink", type=int, default=1, help="divide sizes, to try the script")
     options = parser.parse_args()
 
@@ -681,7 +715,7 @@ def main() -> int:
         parser.error("no GPU back-end here (--backend host tries the script on any machine)")
     began = time.perf_counter()
     mx.random.seed(0)
-    about = environment(backend)
+    about = environment(backend, options.commit)
     peaks = (
         matrix_peak(8192 // options.shrink),
         copy_bandwidth((256 << 20) // options.shrink**2, rounds=8),
