@@ -54,9 +54,9 @@ BANDWIDTHS = {
     "M5": 153,
     "M5 Pro": 307,
     "M5 Max (40-core GPU)": 614,
-    "NVIDIA H200 (measured copy)": 4300,
+    "NVIDIA H200, cudaMemcpy of 1 GiB, read and written": 4250,
 }
-"""Memory bandwidths in GB/s: Apple's published figures, and a copy that was measured."""
+"""Memory bandwidths in GB/s: Apple's published figures, and the driver's copy as it was measured."""
 
 REFERENCE_ENGINE = {"dispatches": 795, "stages": 555}
 """What the engine that the project starts from reports for a decoded token of Qwen3.6-35B-A3B."""
