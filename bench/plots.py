@@ -48,7 +48,7 @@ def draw(groups: Sequence[Group], folder: Path) -> dict[int, dict[str, Path]]:
     try:
         import matplotlib
     except ImportError:
-        raise UsageError("plots need matplotlib: pip install 'lily-mlx[bench]'") from None
+        raise UsageError("plots need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -40,8 +40,8 @@ def require_mlx() -> None:
         importlib.import_module("mlx.core")
     except ImportError as error:
         raise BackendUnavailableError(
-            f"MLX does not load here ({in_one_line(error)}); on Linux install a back-end with Lily: "
-            "pip install 'lily-mlx[cpu]', 'lily-mlx[cuda13]' or 'lily-mlx[cuda12]'"
+            f"MLX does not load here ({in_one_line(error)}); on Linux MLX needs a back-end: "
+            "pip install 'mlx[cpu]', 'mlx[cuda13]' or 'mlx[cuda12]'"
         ) from None
 
 
@@ -157,12 +157,15 @@ def check_settings() -> None:
     """Raise unless this machine has the back-end that is asked for, and ``LILY_DISABLE`` names only ops.
 
     Raises:
-        BackendUnavailableError: ``LILY_BACKEND`` names a back-end that is not here.
+        BackendUnavailableError: ``LILY_BACKEND`` names a back-end that is not here, or ``host`` where no C++
+            compiler is.
         UsageError: a variable has a value that means nothing.
     """
     from .launch import backend
+    from .launch.hostrt.compiler import find_compiler
 
-    backend.resolve()
+    if backend.resolve() == "host":
+        find_compiler()
     if unknown := sorted(settings().disabled_ops.difference(OPS)):
         raise UsageError(
             f"LILY_DISABLE names {', '.join(unknown)}; the ops that have a kernel are {', '.join(OPS)}"

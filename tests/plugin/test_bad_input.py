@@ -268,6 +268,26 @@ def test_missing_backend(run_in_process, monkeypatch):
     check_line(errors, f"LILY_BACKEND is '{absent}'", "device here")
 
 
+@pytest.fixture
+def without_compiler(monkeypatch):
+    monkeypatch.setattr(compiler.shutil, "which", lambda *args, **kwargs: None)
+    compiler.find_compiler.cache_clear()
+    yield
+    compiler.find_compiler.cache_clear()
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_host_without_a_compiler(run_in_process, monkeypatch):
+    monkeypatch.setenv("LILY_BACKEND", "host")
+    status, _, errors = run_in_process("generate", "--model", TINY)
+    assert status == 2
+    check_line(errors, "no C++ compiler is here", "LILY_BACKEND=host", "pip install ziglang")
+    with pytest.raises(UsageError, match=r"no C\+\+ compiler is here"):
+        explain(TINY)
+    monkeypatch.setenv("LILY_BACKEND", "ops")
+    assert {op.path for op in explain(TINY).ops} == {"stock"}
+
+
 def test_disabling_an_unknown_op(run_in_process, monkeypatch):
     monkeypatch.setenv("LILY_DISABLE", "gated_delta_scan,scan")
     status, _, errors = run_in_process("generate", "--model", TINY)
@@ -415,7 +435,7 @@ NO_BACKEND = {
 @pytest.mark.parametrize("command", NO_BACKEND)
 def test_no_mlx_backend(run_cli, without_backend, command):
     result = run_cli(*command.split(), env=without_backend | NO_BACKEND[command])
-    check(result, "libmlx.so", "lily-mlx[cpu]", "lily-mlx[cuda13]")
+    check(result, "libmlx.so", "'mlx[cpu]'", "'mlx[cuda13]'")
 
 
 def test_no_mlx_backend_in_python(run_cli, without_backend):
@@ -423,7 +443,7 @@ def test_no_mlx_backend_in_python(run_cli, without_backend):
     assert "BackendUnavailableError: MLX does not load here (libmlx.so" in result.stderr
     # ... and whoever does not ask for Lily gets Python's own error
     result = run_cli("mlx_lm.generate", "--engine", "mlx", env=without_backend)
-    assert "lily-mlx[cpu]" not in result.stderr
+    assert "mlx[cpu]" not in result.stderr
     assert "ImportError: libmlx.so" in result.stderr
 
 

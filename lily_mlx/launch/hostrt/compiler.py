@@ -124,8 +124,8 @@ def find_compiler() -> Compiler:
         if zig:
             return _zig(zig)
     raise BackendUnavailableError(
-        f"the host back-end needs a C++ compiler: clang {OLDEST_CLANG} or newer, "
-        "or `pip install lily-mlx[test]`, which brings one"
+        "no C++ compiler is here, which LILY_BACKEND=host and `lily-mlx kernels check` need: "
+        f"clang {OLDEST_CLANG} or newer, or the one of `pip install ziglang`"
     )
 
 
