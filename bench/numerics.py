@@ -394,6 +394,12 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.reference and (args.text or args.turns):
         raise UsageError("--reference brings its own tokens; leave out --text and --turns")
+    if args.text and not args.text.is_file():
+        raise UsageError(f"--text {str(args.text)!r} is not a file")
+    if not (args.text or args.reference or HELDOUT.is_file()):
+        raise UsageError(
+            "--text FILE is needed, a text to read; only a checkout has a default, tests/data/heldout.txt"
+        )
     if args.json:
         check_file("--json", args.json)
 
@@ -427,11 +433,6 @@ def _reference(file: Path) -> tuple[np.ndarray, np.ndarray]:
 def _sequences(args: argparse.Namespace, tokenizer: Any) -> np.ndarray:
     """Pieces [S, T] of the text's tokens, evenly spread, none overlapping another."""
     file = args.text or HELDOUT
-    if not file.is_file():
-        found = (
-            "is not a file" if args.text else "is missing; a checkout has a default, an installation has none"
-        )
-        raise UsageError(f"--text {str(args.text or '')!r} {found}")
     tokens = np.array(tokenizer.encode(file.read_text(encoding="utf-8", errors="replace")))
     length = args.turns * args.turn_tokens if args.turns else args.positions
     if len(tokens) < args.sequences * length:

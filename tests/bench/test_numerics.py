@@ -415,6 +415,13 @@ def test_bad_input_is_one_clear_line(words, message):
     assert "\n" not in str(caught.value)
 
 
+def test_outside_a_checkout_a_text_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(numerics, "HELDOUT", tmp_path / "heldout.txt")
+    args = arguments()
+    with pytest.raises(UsageError, match="--text FILE is needed"):
+        args.run(args)
+
+
 def test_steps_that_are_no_numbers_are_one_clear_line(capsys):
     with pytest.raises(SystemExit):
         arguments("--against-steps", "64,x")
