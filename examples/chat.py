@@ -10,10 +10,17 @@ import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
 
 import lily_mlx
+from lily_mlx.commands import fail
+from lily_mlx.engine import one_line_errors
+from lily_mlx.errors import LilyError
 
 path = sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent / "tiny-qwen3_6-moe-4bit"
 lily_mlx.register()  # from here on mlx_lm.load returns Lily's class for the models it supports
-model, tokenizer = mlx_lm.load(str(path))
+try:
+    with one_line_errors(path):
+        model, tokenizer = mlx_lm.load(str(path))
+except LilyError as error:  # a missing or damaged checkpoint: one line, status 2
+    fail(error, "chat.py")
 
 cache = make_prompt_cache(model)
 for turn in ("Complete this function: def add(a, b):", "Complete this function: def multiply(a, b):"):

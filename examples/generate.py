@@ -9,9 +9,14 @@ from pathlib import Path
 from mlx_lm import generate
 
 import lily_mlx
+from lily_mlx.commands import fail
+from lily_mlx.errors import LilyError
 
 path = sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent / "tiny-qwen3_6-moe-4bit"
-model, tokenizer = lily_mlx.load(path)
+try:
+    model, tokenizer = lily_mlx.load(path)
+except LilyError as error:  # a missing or damaged checkpoint: one line, status 2
+    fail(error, "generate.py")
 
 messages = [{"role": "user", "content": "Complete this function: def add(a, b):"}]
 prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
