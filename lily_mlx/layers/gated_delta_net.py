@@ -10,7 +10,7 @@ from mlx_lm.models import gated_delta as stock_scan
 from mlx_lm.models import qwen3_5 as stock
 
 from ..launch import backend
-from ..ops.choice import why_not
+from ..ops.choice import why_not, why_off
 from ..ops.gated_delta_prepare import gated_delta_prepare
 from ..ops.gated_delta_scan import faster_stock_kernel, gated_delta_scan
 from ..ops.gated_delta_step import gated_delta_step
@@ -162,7 +162,8 @@ def _stock_scan(
 
     That is mlx-lm's Metal kernel where it takes the shape, else MLX ops.
     """
-    if mask is None and faster_stock_kernel(q, v) == "mx.fast.gated_delta_update":
+    faster = why_off("gated_delta_scan") is None and faster_stock_kernel(q, v, mask)
+    if faster == "mx.fast.gated_delta_update":
         y, state = mx.fast.gated_delta_update(q, k, v, g, beta, state)
         return y, state
     on_metal = mx.metal.is_available() and mx.default_device() == mx.gpu

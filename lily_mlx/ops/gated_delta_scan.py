@@ -151,17 +151,23 @@ def supports(
         return f"g and state must be float32, not {g.dtype} and {state.dtype}"
     if mask is not None and mask.dtype != mx.bool_:
         return f"mask is {mask.dtype}, not bool"
-    if faster := faster_stock_kernel(q, v, backend=backend):
+    if faster := faster_stock_kernel(q, v, mask, backend=backend):
         return f"the tile table takes {faster} for {T} tokens on this chip"
     return None
 
 
-def faster_stock_kernel(q: mx.array, v: mx.array, *, backend: str | None = None) -> str | None:
+def faster_stock_kernel(
+    q: mx.array, v: mx.array, mask: mx.array | None = None, *, backend: str | None = None
+) -> str | None:
     """The stock kernel that the tile table takes for these arrays, None where it takes this one.
 
-    Either ``mlx-lm``, the kernel that its models run, or ``mx.fast.gated_delta_update``.
+    Either ``mlx-lm``, the kernel that its models run, or ``mx.fast.gated_delta_update``, which has no mask.
+    MLX has both on Metal only.
     """
-    return stock_kernel("gated_delta_scan", backends.chip(backend or backends.resolve()), **_shape(q, v))
+    backend = backend or backends.resolve()
+    faster = stock_kernel("gated_delta_scan", backends.chip(backend), **_shape(q, v))
+    has_it = backend == "metal" and (mask is None or faster == "mlx-lm")
+    return faster if has_it else None
 
 
 def _shape(q: mx.array, v: mx.array) -> dict[str, int]:

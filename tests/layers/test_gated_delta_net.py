@@ -9,6 +9,7 @@ from mlx_lm.models.cache import ArraysCache
 from lily_mlx.counters import counts
 from lily_mlx.launch import backend, source
 from lily_mlx.layers import GatedDeltaNet
+from lily_mlx.ops import choice
 from lily_mlx.ops import gated_delta_scan as scan
 
 WIDTH = 64
@@ -136,23 +137,41 @@ def test_padding_on_the_right_is_not_seen():
         assert_close(caches[1][i], caches[0][i], mx.float32)
 
 
+@pytest.mark.parametrize("disabled", [False, True])
 @pytest.mark.parametrize("kernel", ["mx.fast.gated_delta_update", "mlx-lm"])
-def test_the_stock_kernel_that_the_table_takes_runs(kernel, monkeypatch):
-    """The recurrence is its, for the lengths that the table names, and the rest of the layer stays ours."""
+def test_the_stock_kernel_that_the_table_takes_runs(kernel, disabled, monkeypatch):
+    """As on a Mac, with other ops on MLX's own; switched off, the op is mlx-lm's, as without a table."""
+    monkeypatch.setattr(choice, "distrust", lambda op, backend: None)
     monkeypatch.setattr(scan, "stock_kernel", lambda op, chip, *, T, **_: kernel if T > 4 else None)
+    off = {"gated_delta_prepare", "gated_rms_norm", "qmm"} | ({"gated_delta_scan"} if disabled else set())
+    monkeypatch.setenv("LILY_DISABLE", ",".join(off))
     called = []
     mlx = mx.fast.gated_delta_update
     monkeypatch.setattr(mx.fast, "gated_delta_update", lambda *a: called.append(a[0].shape[1]) or mlx(*a))
     expected, actual = layers(mx.float32)
-    x = inputs(2, 11, mx.float32)
+    x = inputs(2, 7, mx.float32)
     ours, theirs = (ArraysCache(2), ArraysCache(2))
     counts.clear()
-    for part in mx.split(x, [7], axis=1):
-        assert_close(actual(part, cache=ours), expected(part, cache=theirs), mx.float32)
+    with backend.override("metal"):
+        got = actual(x, cache=ours)
+    assert_close(got, expected(x, cache=theirs), mx.float32)
     for i in range(2):
         assert_close(ours[i], theirs[i], mx.float32)
-    assert [counts[f"op.{op}"] for op in OPS] == [2, 1, 2]
-    assert called == ([7] if kernel == "mx.fast.gated_delta_update" else [])
+    assert not counts
+    assert called == ([7] if kernel == "mx.fast.gated_delta_update" and not disabled else [])
+
+
+def test_a_stock_kernel_is_taken_only_where_it_is(monkeypatch):
+    """MLX has both on Metal only, and no masks in its own op."""
+    monkeypatch.setattr(scan, "stock_kernel", lambda op, chip, **_: "mx.fast.gated_delta_update")
+    q, v, g = mx.zeros((1, 9, 2, 64)), mx.zeros((1, 9, 4, 32)), mx.zeros((1, 9, 4))
+    operands = (q, q, v, g, g, mx.zeros((1, 4, 32, 64)))
+    mask = mx.ones((1, 9), mx.bool_)
+    assert "mx.fast.gated_delta_update for 9 tokens" in scan.supports(*operands, backend="metal")
+    assert scan.supports(*operands, mask, backend="metal") is None
+    assert scan.supports(*operands, backend="cuda") is None
+    monkeypatch.setattr(scan, "stock_kernel", lambda op, chip, **_: "mlx-lm")
+    assert "mlx-lm" in scan.supports(*operands, mask, backend="metal")
 
 
 @pytest.mark.parametrize("why", ["training", "the ops back-end"])

@@ -140,6 +140,7 @@ def test_a_table_can_take_a_stock_kernel(monkeypatch):
     """Where it was measured faster; the op's own tile stays that of the next choice that fits."""
     rows = (
         {"chip": "metal", "when": {"T": [1, 2]}, "tile": "stock", "because": ""},
+        {"chip": "metal-applegpu_g17s", "when": {}, "tile": "stock", "because": ""},
         {"chip": "", "when": {}, "tile": {"rows": 1}, "because": ""},
     )
     monkeypatch.setattr(tiles, "table", lambda op: rows)
@@ -147,12 +148,24 @@ def test_a_table_can_take_a_stock_kernel(monkeypatch):
     assert tiles.stock_kernel("op", "metal", T=2) == "stock"
     assert tiles.stock_kernel("op", "metal", T=3) is tiles.stock_kernel("op", "cuda", T=2) is None
     assert tiles.choose("op", "metal", T=2) == {"rows": 1}
-    assert tiles.of_chip("op", "metal") == ({"rows": 1},)
+    for chip in ("metal", "metal-applegpu_g17s"):
+        assert tiles.of_chip("op", chip) == ({"rows": 1},)
     tiles._fitting.cache_clear()
 
 
-def test_the_last_choice_of_a_table_is_a_tile(monkeypatch, tmp_path):
-    (tmp_path / "op.toml").write_text('[[choice]]\nchip = ""\nwhen = {}\ntile = "stock"\nbecause = ""\n')
+@pytest.mark.parametrize(
+    ("op", "tile", "wrong"),
+    [
+        ("gated_delta_scan", "mlx-lm", "the last choice must be a tile"),
+        ("gated_delta_scan", "mlx_lm", "it must be a tile or mlx-lm or mx.fast.gated_delta_update"),
+        ("qmm", "mlx-lm", "choice 1 is 'mlx-lm'; it must be a tile"),
+    ],
+)
+def test_a_table_names_stock_kernels_that_there_are(op, tile, wrong, monkeypatch, tmp_path):
+    (tmp_path / f"{op}.toml").write_text(
+        f'[[choice]]\nchip = ""\nwhen = {{}}\ntile = "{tile}"\nbecause = ""\n'
+    )
     monkeypatch.setattr(tiles, "__file__", str(tmp_path / "__init__.py"))
-    with pytest.raises(ValueError, match="the last choice must be a tile"):
-        tiles.table("op")
+    tiles.table.cache_clear()
+    with pytest.raises(ValueError, match=wrong):
+        tiles.table(op)

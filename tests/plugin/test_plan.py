@@ -73,10 +73,10 @@ def test_reasons_come_from_the_shapes(monkeypatch):
     assert found["attention"].path == "host"
 
 
-def test_a_stock_kernel_that_the_table_takes_is_named(monkeypatch):
-    monkeypatch.setenv("LILY_BACKEND", "host")
+def test_a_stock_kernel_that_the_table_takes_is_named(chip, monkeypatch):
+    chip("applegpu_g16s", "26.2")
     monkeypatch.setattr(gated_delta_scan, "stock_kernel", lambda op, chip, **_: "mlx-lm")
-    found = {op.op: op for op in plan(read_checkpoint(TINY), "host") if op.phase == "prefill"}
+    found = {op.op: op for op in plan(read_checkpoint(TINY), "metal") if op.phase == "prefill"}
     assert found["DeltaNet recurrence"].path == "stock"
     assert "the tile table takes mlx-lm" in found["DeltaNet recurrence"].why
 
