@@ -61,7 +61,7 @@ def plan(checkpoint: Checkpoint, backend: str) -> Iterator[OpPlan]:
     """Yield the path of every op of a forward pass at batch 1, in the order of the model.
 
     A decoded token runs as described here when its caches are stock's plain ones and hold a prompt already;
-    ``step.DecodeStep.why_not`` has the rest of the cases, which run as a prefill of one token does.
+    ``step.DecodeStep.why_not`` has the rest of the cases, in which single tokens run as in stock.
 
     Args:
         checkpoint: the model.

@@ -16,8 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ArraysCache
 
+from . import caches
 from .ahead import Ahead
 from .compiled import Compiled, Snapshot
 from .launch import backend
@@ -80,7 +81,7 @@ class PromptStep:
         if self._snapshot.renew():
             self._why_layers = why_not_layers(self._text.layers)
             self._compiled = {}
-        return self._why_layers or _why_not_caches(cache)
+        return self._why_layers or caches.why_not(cache)
 
     def __call__(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
         """Run a chunk and update the caches.
@@ -109,10 +110,11 @@ class PromptStep:
                 c.advance(T)
             else:
                 attention = layer.self_attn
-                if c.offset not in positions:
-                    positions[c.offset] = _positions(c.offset, B)
-                q, keys, values, projected = self._part(index, "before", layer)(x, positions[c.offset])
-                c.step = max(c.step, CAPACITY_STEP, c.offset // GROWTH)
+                offset = caches.length(c)
+                if offset not in positions:
+                    positions[offset] = _positions(offset, B)
+                q, keys, values, projected = self._part(index, "before", layer)(x, positions[offset])
+                c.step = max(c.step, CAPACITY_STEP, offset // GROWTH)
                 keys, values = c.update_and_fetch(keys, values)
                 out = attention.attend(q, keys, values, "causal", c)
                 x = self._part(index, "after", layer)(x, out, projected)
@@ -175,15 +177,3 @@ def _no_states(layer: Any, x: mx.array) -> tuple[mx.array, mx.array]:
         mx.zeros((B, layer.conv_kernel_size - 1, layer.conv_dim), x.dtype),
         mx.zeros((B, layer.num_v_heads, layer.head_v_dim, layer.head_k_dim), mx.float32),
     )
-
-
-def _why_not_caches(cache: Sequence[Any]) -> str | None:
-    for c in cache:
-        if type(c) is ArraysCache:
-            if c.lengths is not None or c.left_padding is not None:
-                return "a linear layer's cache holds padded rows"
-            if (c[0] is None) != (c[1] is None):
-                return "a linear layer's cache is half empty"
-        elif type(c) is not KVCache:
-            return f"a layer's cache is {type(c).__name__}"
-    return None

@@ -21,8 +21,9 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 from mlx import nn
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ArraysCache
 
+from . import caches
 from .compiled import Compiled, Snapshot
 from .launch import backend
 from .layers import LAYER_CLASSES
@@ -59,7 +60,7 @@ class DecodeStep:
         model: a Lily model; its ``language_model`` is what runs.
 
     Attributes:
-        turns: what each KV cache's last token has left.
+        turns: what the last token of each cache of keys and values has left.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,7 +68,7 @@ class DecodeStep:
         self._snapshot = Snapshot(self._text)
         self._why_layers: str | None = None
         self._compiled: dict[Any, Callable[..., Any]] = {}
-        self.turns: WeakKeyDictionary[KVCache, Turn] = WeakKeyDictionary()
+        self.turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
 
     def why_not(self, inputs: mx.array, cache: Sequence[Any]) -> str | None:
         """None if this step can run the call, else the reason that the model runs layer by layer.
@@ -104,38 +105,45 @@ class DecodeStep:
             logits [1, 1, vocabulary] float32.
         """
         arrays = [self._arrays(c) for c in cache]
-        kv: Any = next((c for c in cache if isinstance(c, KVCache)), None)
-        offset, capacity = (0, 0) if kv is None else (kv.offset, kv.keys.shape[2])
+        kv: Any = next((c for c in cache if caches.is_kv(c)), None)
+        offset, capacity = (0, 0) if kv is None else (caches.length(kv), kv.keys.shape[2])
         position = _positions(max(capacity, 1))[8 * offset : 8 * offset + 8]  # a view, no launch
         logits, *results = self._function()(inputs, position, *chain.from_iterable(arrays))
         rest = iter(results)
+        after = mx.array([offset + 1], dtype=mx.int32)
         for c, group in zip(cache, arrays, strict=True):
             new = tuple(next(rest) for _ in group)
-            if isinstance(c, KVCache):
-                spare: Any = (c.keys, c.values)
-                self.turns[c] = Turn(new[:2], spare, new[2:], c.offset + 1)
-                c.keys, c.values = new[:2]
-                c.offset += 1
+            if caches.is_kv(c):
+                keys, values, *rows = new
+                self.turns[c] = Turn((keys, values), (c.keys, c.values), (rows[0], rows[1]), offset + 1)
+                caches.put(c, keys, values, after)
             else:
                 c[0], c[1] = new
                 c.advance(1)
         return logits
 
+    def forget(self, cache: Sequence[Any]) -> None:
+        """Take nothing of what earlier tokens have left for a cache: something else writes to it."""
+        for c in cache:
+            if caches.is_kv(c):
+                self.turns.pop(c, None)
+
     def _arrays(self, cache: Any) -> tuple[mx.array, ...]:
         """What the step takes of a layer's cache: its two arrays, or what it writes keys and values into."""
         if isinstance(cache, ArraysCache):
             return cache[0], cache[1]
-        if cache.offset >= cache.keys.shape[2]:
+        offset = caches.length(cache)
+        if offset >= cache.keys.shape[2]:
             B, Hk, _, D = cache.keys.shape
             room = mx.zeros((B, Hk, CAPACITY_STEP, D), cache.keys.dtype)
             cache.keys = mx.concatenate([cache.keys, room], axis=2)
             cache.values = mx.concatenate([cache.values, room], axis=2)
         turn = self.turns.get(cache)
-        if turn is not None and turn.offset == cache.offset:
+        if turn is not None and turn.offset == offset:
             keys, values = turn.left
             if keys is cache.keys and values is cache.values:
                 return *turn.spare, *turn.rows
-        return cache.keys, cache.values, *(_last_rows(a, cache.offset) for a in (cache.keys, cache.values))
+        return cache.keys, cache.values, *(_last_rows(a, offset) for a in (cache.keys, cache.values))
 
     def _function(self) -> Callable[..., Any]:
         """The step for the settings of now."""
@@ -187,19 +195,17 @@ def why_not_layers(layers: Sequence[nn.Module]) -> str | None:
 
 
 def _why_not_caches(cache: Sequence[Any]) -> str | None:
+    if why := caches.why_not(cache):
+        return why
     places = set()
     for c in cache:
-        if type(c) is ArraysCache:
-            if c.lengths is not None or c.left_padding is not None:
-                return "a linear layer's cache holds padded rows"
-            if c[0] is None or c[1] is None:
+        if not caches.is_kv(c):
+            if c[0] is None:
                 return "a linear layer's cache is empty"
-        elif type(c) is KVCache:
-            if c.keys is None or c.offset == 0:
-                return "an attention layer's cache is empty"
-            places.add((c.offset, c.keys.shape[2]))
+        elif c.keys is None or caches.length(c) == 0:
+            return "an attention layer's cache is empty"
         else:
-            return f"a layer's cache is {type(c).__name__}"
+            places.add((caches.length(c), c.keys.shape[2]))
     return "the KV caches differ in length" if len(places) > 1 else None
 
 

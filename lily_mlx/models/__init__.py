@@ -7,6 +7,7 @@ class of a stock model's modules, which is what both loading (:mod:`.qwen3_5_moe
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -43,11 +44,18 @@ class LilyModel(nn.Module):
         return self._run(inputs, cache, input_embeddings)
 
     def _run(self, inputs: mx.array, cache: Any, input_embeddings: mx.array | None) -> mx.array:
-        if cache is not None and input_embeddings is None:
-            for step in (decode_step(self), prompt_step(self)):
-                if step.why_not(inputs, cache) is None:
-                    return step(inputs, cache)
-        return super().__call__(inputs, cache=cache, input_embeddings=input_embeddings)
+        decode, prompt = decode_step(self), prompt_step(self)
+        if cache is not None:
+            if input_embeddings is None and decode.why_not(inputs, cache) is None:
+                return decode(inputs, cache)
+            decode.forget(cache)
+            if input_embeddings is None and prompt.why_not(inputs, cache) is None:
+                return prompt(inputs, cache)
+        # Single tokens that the decode step does not take, such as those of a batch, run as in stock:
+        # prepared layer by layer, Lily's launches would cost more than they save.
+        tokens = inputs if input_embeddings is None else input_embeddings
+        with backend.override("ops") if tokens.shape[1] == 1 else nullcontext():
+            return super().__call__(inputs, cache=cache, input_embeddings=input_embeddings)
 
 
 def adopt(model: nn.Module) -> None:

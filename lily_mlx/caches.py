@@ -1,0 +1,78 @@
+"""What the compiled steps ask of stock's caches, which stay the storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
+
+_paddings: WeakKeyDictionary[BatchKVCache, tuple[mx.array, int]] = WeakKeyDictionary()
+"""Of a batch's cache, the array that says how its rows are padded, and the largest padding, read once."""
+
+
+def is_kv(cache: Any) -> bool:
+    """Whether a cache holds the keys and values of whole rows in stock's plain arrays."""
+    return type(cache) is KVCache or type(cache) is BatchKVCache
+
+
+def length(cache: Any) -> int:
+    """The tokens that a cache of keys and values holds, padding included."""
+    tokens: int = cache._idx if type(cache) is BatchKVCache else cache.offset
+    return tokens
+
+
+def why_not(caches: Sequence[Any]) -> str | None:
+    """None if no row of the caches is padded and all are of types that the steps know, else the reason.
+
+    A batch's generator gives every row a padding, which is zero, or has been passed, where a row is alone or
+    all are of one length.
+    """
+    for cache in caches:
+        if type(cache) is ArraysCache:
+            if cache.lengths is not None or _padded(cache):
+                return "a linear layer's cache holds padded rows"
+            if (cache[0] is None) != (cache[1] is None):
+                return "a linear layer's cache is half empty"
+        elif type(cache) is BatchKVCache:
+            if cache._right_padding is not None or _padding(cache):
+                return "an attention layer's cache holds padded rows"
+        elif type(cache) is not KVCache:
+            return f"a layer's cache is {type(cache).__name__}"
+    return None
+
+
+def put(cache: Any, keys: mx.array, values: mx.array, after: mx.array) -> None:
+    """Put arrays that hold one token more in the place of a cache's.
+
+    Args:
+        cache: for which :func:`is_kv` holds.
+        keys, values: [B, Hk, capacity, D].
+        after: the tokens of a row then, int32 [1].
+    """
+    cache.keys, cache.values = keys, values
+    if type(cache) is BatchKVCache:
+        cache._idx += 1
+        cache.offset = after
+    else:
+        cache.offset += 1
+
+
+def _padded(cache: ArraysCache) -> bool:
+    """Whether tokens to come are padding; what has been passed is forgotten, as no mask depends on it."""
+    if cache.left_padding is None:
+        return False
+    if int(cache.left_padding.max()) > 0:
+        return True
+    cache.left_padding = None
+    return False
+
+
+def _padding(cache: BatchKVCache) -> int:
+    found = _paddings.get(cache)
+    if found is None or found[0] is not cache.left_padding:
+        found = (cache.left_padding, int(cache.left_padding.max()))
+        _paddings[cache] = found
+    return found[1]
