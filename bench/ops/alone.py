@@ -251,7 +251,7 @@ def main() -> int:
     print(f"{about['device']} ({chip}), mlx {about['mlx']}: copy {peak / 1e9:,.0f} GB/s; ", end="")
     print(f"kernels compiled after {time.perf_counter() - began:.0f} s")
     columns = f"{'job':>23} {'tile':>9} {'gpu us':>8} {'low':>8} {'high':>8} {'GB/s':>7} {'of copy':>8}"
-    print(f"{columns} {'registers':>9} {'spilled':>7} {'threadgroups':>12}  error")
+    print(f"{columns} {'registers':>9} {'local B':>7} {'threadgroups':>12}  error")
     wrong = 0
     for job in jobs:
         for record in measure(job, todo[job.name], driver):

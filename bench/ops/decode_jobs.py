@@ -87,7 +87,7 @@ def qmv_job(
 
 
 def expert_jobs() -> list[Job]:
-    """The two halves of the experts; the second has what the first's reference gives."""
+    """The two halves of the experts; nine of the 257, the shared one among them, are read."""
     matrices, down = random_matrix(2 * (E + 1), M, K), random_matrix(E + 1, K, M)
     x, norm_weight, logits, residual = normal(1, 1, K), normal(K), mx.random.normal((E + 1,)), normal(1, 1, K)
     operands = (x, norm_weight, logits, matrices, TOP_K)
