@@ -44,18 +44,17 @@ def why_not(caches: Sequence[Any]) -> str | None:
     return None
 
 
-def put(cache: Any, keys: mx.array, values: mx.array, after: mx.array) -> None:
-    """Put arrays that hold one token more in the place of a cache's.
+def put(cache: Any, keys: mx.array, values: mx.array) -> None:
+    """Put arrays that hold one token more in the place of a cache's, which has one row.
 
     Args:
         cache: for which :func:`is_kv` holds.
-        keys, values: [B, Hk, capacity, D].
-        after: the tokens of a row then, int32 [1].
+        keys, values: [1, Hk, capacity, D].
     """
     cache.keys, cache.values = keys, values
     if type(cache) is BatchKVCache:
         cache._idx += 1
-        cache.offset = after
+        cache.offset = mx.array([cache._idx], dtype=mx.int32)
     else:
         cache.offset += 1
 

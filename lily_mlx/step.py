@@ -110,13 +110,12 @@ class DecodeStep:
         position = _positions(max(capacity, 1))[8 * offset : 8 * offset + 8]  # a view, no launch
         logits, *results = self._function()(inputs, position, *chain.from_iterable(arrays))
         rest = iter(results)
-        after = mx.array([offset + 1], dtype=mx.int32)
         for c, group in zip(cache, arrays, strict=True):
             new = tuple(next(rest) for _ in group)
             if caches.is_kv(c):
                 keys, values, *rows = new
                 self.turns[c] = Turn((keys, values), (c.keys, c.values), (rows[0], rows[1]), offset + 1)
-                caches.put(c, keys, values, after)
+                caches.put(c, keys, values)
             else:
                 c[0], c[1] = new
                 c.advance(1)
