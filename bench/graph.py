@@ -54,7 +54,7 @@ BANDWIDTHS = {
     "M5": 153,
     "M5 Pro": 307,
     "M5 Max (40-core GPU)": 614,
-    "NVIDIA H200, cudaMemcpy of 1 GiB, read and written": 4250,
+    "NVIDIA H200, cuMemcpy of 1 GiB, read and written": 4250,
 }
 """Memory bandwidths in GB/s: Apple's published figures, and the driver's copy as it was measured."""
 
