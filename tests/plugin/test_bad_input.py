@@ -351,6 +351,12 @@ def test_explain_says_it_in_one_line_too(run_cli, broken):
     check(run_cli("lily-mlx", "explain", "--model", broken), "'llama'", "qwen3_5, qwen3_5_moe")
 
 
+@pytest.mark.parametrize("example", ["chat.py", "generate.py"])
+def test_an_example_without_its_checkpoint(run_cli, example):
+    result = run_cli("python", TINY.parent / example, "no/such-model")
+    check(result, f"{example}: error: ", "cannot be loaded" if example == "chat.py" else "'no/such-model'")
+
+
 def test_explain_shows_a_path_as_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     path = tmp_path / "[bold]x[0]:smile:"
