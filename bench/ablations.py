@@ -74,7 +74,7 @@ ABLATIONS = (
     Ablation("D2", "the selected token stays on the GPU", "decode", "token_on_gpu"),
     Ablation(
         "D3",
-        "independent kernels overlap (off: a launch more)",
+        "independent kernels overlap (off: a launch more an attention layer)",
         "decode",
         "overlap",
         reference_text="795 kernels a token in 555 stages",

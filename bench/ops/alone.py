@@ -41,7 +41,6 @@ from lily_mlx.launch import backend as backends
 from lily_mlx.launch import cuda
 from lily_mlx.tiles import choose
 
-from ..files import check_file
 from .arrays import relative_error
 from .cuda_driver import Driver
 from .decode_jobs import Job, Results, Tile, all_jobs
@@ -236,8 +235,6 @@ def main() -> int:
     mx.random.seed(0)
     try:
         jobs = selected(all_jobs(), options.jobs)
-        if options.json:
-            check_file("--json", options.json)
     except UsageError as error:
         parser.error(str(error))
     if not backends.available("cuda"):

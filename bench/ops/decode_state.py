@@ -25,10 +25,9 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")  # references are fp32
 
 import mlx.core as mx
 
-from lily_mlx.launch import backend as backends
 from lily_mlx.ops import attention_decode, gated_delta_scan, gated_delta_step, qk_prepare
 
-from .machine import add_record_options, copy_bandwidth, environment
+from .machine import add_run_options, backend_of, copy_bandwidth, environment, whole
 
 DTYPE = mx.bfloat16
 Hk_LINEAR, Hv, Dk, Dv = 16, 32, 128, 128
@@ -281,19 +280,12 @@ def prepare(arm: Arm, deadline: float) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--contexts", type=int, nargs="*", default=[256, 4096, 32768, 131072])
-    parser.add_argument("--samples", type=int, default=15)
-    parser.add_argument("--calls", type=int, help="in a chain; default: enough to exceed the GPU's cache")
-    parser.add_argument(
-        "--budget", type=float, default=75.0, help="seconds; arms not begun by then are left out"
-    )
-    parser.add_argument("--backend", help="default: the one in use")
-    add_record_options(parser)
+    parser.add_argument("--contexts", type=whole(), nargs="*", default=[256, 4096, 32768, 131072])
+    parser.add_argument("--calls", type=whole(), help="in a chain; default: enough to exceed the GPU's cache")
+    add_run_options(parser, samples=15, budget=75.0)
     options = parser.parse_args()
 
-    backend = options.backend or backends.resolve()
-    if backend == "ops":
-        parser.error("no GPU back-end here (--backend host tries the script on any machine)")
+    backend = backend_of(parser, options)
     if backend == "host":
         mx.disable_compile()  # the host launcher needs values
     began = time.perf_counter()
@@ -338,9 +330,7 @@ def main() -> int:
             record = {"op": op, "arm": arm.name, "context": context, "dtype": "bfloat16", **arm.record}
             errors = ", ".join(f"{e:.1e}" for e in record.get("errors", []))
             if times := samples[arm.name]:
-                low, *_, high = (
-                    statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 2
-                )
+                low, *_, high = statistics.quantiles(times, n=10, method="inclusive")
                 median = statistics.median(times)
                 record |= {"median_s": median, "p10_s": low, "p90_s": high, "samples": len(times)}
                 record |= {"calls": arm.calls, "bytes": arm.bytes, "copy_bytes_per_s": peak}

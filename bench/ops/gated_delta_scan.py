@@ -21,11 +21,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from lily_mlx.launch import backend as backends
 from lily_mlx.ops import gated_delta_scan as op
 
 from ..bridge import packed_scan
-from .machine import add_record_options, copy_bandwidth, environment
+from .machine import add_run_options, backend_of, copy_bandwidth, environment, whole
 
 Arrays = dict[str, mx.array]
 Arm = Callable[..., tuple[mx.array, mx.array]]
@@ -97,22 +96,18 @@ def chain(arm: Arm, arrays: Arrays, calls: int) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 64, 1])
-    parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("HK", "HV"))
-    parser.add_argument("--size", type=int, default=128, help="Dk and Dv; the packed kernel needs 128")
-    parser.add_argument("--samples", type=int, default=15)
-    parser.add_argument(
-        "--budget", type=float, default=50.0, help="seconds; arms not begun by then are left out"
-    )
-    parser.add_argument("--backend", help="default: the one in use")
-    add_record_options(parser)
+    parser.add_argument("--tokens", type=whole(), nargs="+", default=[2048, 64, 1])
+    parser.add_argument("--heads", type=whole(), nargs=2, default=(16, 32), metavar=("HK", "HV"))
+    parser.add_argument("--size", type=whole(32), default=128, help="Dk and Dv; the packed kernel needs 128")
+    add_run_options(parser, samples=15, budget=50.0)
     options = parser.parse_args()
 
-    if options.samples < 2:
-        parser.error(f"--samples is {options.samples}; it must be at least 2")
-    backend = options.backend or backends.resolve()
-    if backend == "ops":
-        parser.error("no GPU back-end here (--backend host tries the script on any machine)")
+    Hk, Hv = options.heads
+    if Hv % Hk:
+        parser.error(f"--heads is {Hk} {Hv}; the second must be a multiple of the first")
+    if options.size % 32:
+        parser.error(f"--size is {options.size}; it must be a multiple of 32")
+    backend = backend_of(parser, options)
     began = time.perf_counter()
     about = environment(backend, options.commit)
     peak = copy_bandwidth()

@@ -1,8 +1,9 @@
-"""What the benchmarks say of the machine: its facts, its copy bandwidth and its matrix peak."""
+"""What the benchmarks of ops share: options, and the machine's facts, copy bandwidth and matrix peak."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +11,73 @@ from typing import Any
 
 import mlx.core as mx
 
+from lily_mlx.errors import BackendUnavailableError, UsageError
 from lily_mlx.launch import backend as backends
+from lily_mlx.launch import source
 
 from .. import record
+from ..files import check_file
+
+
+def whole(least: int = 1) -> Callable[[str], int]:
+    """For argparse: a whole number, at least ``least``."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least {least}")
+        return value
+
+    return number
+
+
+def add_run_options(parser: argparse.ArgumentParser, *, samples: int, budget: float) -> None:
+    """Add ``--samples``, ``--budget`` and ``--backend``, with defaults, and the options of records."""
+    parser.add_argument("--samples", type=whole(2), default=samples, help="measurements of an arm")
+    parser.add_argument(
+        "--budget", type=_seconds, default=budget, help="seconds; arms not begun by then are left out"
+    )
+    parser.add_argument("--backend", choices=source.BACKENDS, help="default: the one in use")
+    add_record_options(parser)
 
 
 def add_record_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--json`` and ``--commit``, which say where lines of results go and what is in them."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line for each arm to this file")
+    parser.add_argument("--json", type=_file, metavar="FILE", help="append a line for each arm to this file")
     parser.add_argument("--commit", help="Lily's commit, for the lines, where there is no repository to ask")
+
+
+def backend_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+    """The back-end that the options ask for; ends the program with one line where it is not here."""
+    try:
+        backend: str = options.backend or backends.resolve()
+    except (UsageError, BackendUnavailableError) as error:
+        parser.error(str(error))
+    if backend == "ops" or not backends.available(backend):
+        what = "no GPU back-end" if backend == "ops" else f"no {backend} back-end"
+        parser.error(f"{what} here (--backend host tries the script on any machine)")
+    return backend
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
+    return value
+
+
+def _file(text: str) -> Path:
+    try:
+        check_file("the file", Path(text))
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 def environment(backend: str, commit: str | None = None) -> record.Record:

@@ -36,7 +36,6 @@ from mlx import nn
 from mlx_lm.models import gated_delta as stock_scan
 from mlx_lm.models.activations import swiglu
 
-from lily_mlx.launch import backend as backends
 from lily_mlx.ops import (
     attention_gate,
     expert_combine,
@@ -52,7 +51,7 @@ from lily_mlx.ops.packed import Packed
 from lily_mlx.ops.tile_product import grouped_tile
 
 from .arrays import DTYPE, GROUP, TOP_K, random_matrix, relative_error
-from .machine import add_record_options, copy_bandwidth, environment, matrix_peak
+from .machine import add_run_options, backend_of, copy_bandwidth, environment, matrix_peak, whole
 
 Step = Callable[[mx.array], mx.array]
 """What the previous call gave -> what the next call starts from."""
@@ -699,20 +698,15 @@ def line(record: dict[str, Any], peaks: tuple[float, float], beside: dict[tuple[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 512])
+    parser.add_argument("--tokens", type=whole(), nargs="+", default=[2048, 512])
     parser.add_argument("--jobs", nargs="+", default=[""], help="parts of names of jobs; default: all")
-    parser.add_argument("--samples", type=int, default=5)
+    add_run_options(parser, samples=5, budget=90.0)
     parser.add_argument(
-        "--budget", type=float, default=90.0, help="seconds; arms not begun by then are left out"
+        "--shrink", type=int, choices=(1, 2, 4, 8, 16), default=1, help="divide sizes, to try the script"
     )
-    parser.add_argument("--backend", help="default: the one in use")
-    add_record_options(parser)
-    parser.add_argument("--shrink", type=int, default=1, help="divide sizes, to try the script")
     options = parser.parse_args()
 
-    backend = options.backend or backends.resolve()
-    if backend == "ops":
-        parser.error("no GPU back-end here (--backend host tries the script on any machine)")
+    backend = backend_of(parser, options)
     began = time.perf_counter()
     mx.random.seed(0)
     about = environment(backend, options.commit)
