@@ -64,19 +64,24 @@ class Attention(stock.Qwen3NextAttention):
 
         So neither the scores that MLX may keep nor the time of a launch grow with the context. The pieces are
         rows of the result. Each depends on the one before, and only some wait for the GPU, or the scores of
-        all would be kept at once. With a mask in an array or quantised keys it is one, as in stock.
+        all would be kept at once.
+
+        Args:
+            q: [B, Hq, T, D].
+            keys, values: [B, Hk, S, D], or a quantised cache's tuples.
+            mask: "causal", None, or an array that broadcasts to [B, Hq, T, S].
+            cache: whose keys and values they are.
         """
-        attention = partial(stock.scaled_dot_product_attention, cache=cache, scale=self.scale, mask=mask)
-        if isinstance(mask, mx.array) or not isinstance(keys, mx.array):  # quantised keys are a tuple
-            return attention(q, keys, values)
-        B, _, T, _ = q.shape
-        S = keys.shape[2]
+        attention = partial(stock.scaled_dot_product_attention, cache=cache, scale=self.scale)
+        B, _, T, D = q.shape
+        quantised = not isinstance(keys, mx.array)
+        S = (keys[0] if quantised else keys).shape[2]
         rows = max(1, MAX_PAIRS // (B * S))
         if rows >= T or T > S:
-            return attention(q, keys, values)
+            return attention(q, keys, values, mask=mask)
         rows = -(-T // -(-T // rows))  # as many for each piece
         before = S - T  # tokens that the first query sees besides itself
-        spelt_out = mask == "causal" and _keeps_scores(q.shape[-1])
+        spelt_out = _keeps_scores(D) and not quantised
         ahead = Ahead(PIECES_AHEAD)
         pieces: list[mx.array] = []
         for start in range(0, T, rows):
@@ -84,12 +89,19 @@ class Attention(stock.Qwen3NextAttention):
             part = q[:, :, start:end]
             if pieces:
                 part = mx.depends(part, pieces[-1])
-            if spelt_out:
-                pieces.append(_causal_attention(part, keys, values, self.scale, before + start))
+            if isinstance(mask, mx.array):
+                piece = attention(part, keys, values, mask=_rows(mask, start, end))
+            elif mask is None:
+                piece = attention(part, keys, values, mask=None)
+            elif spelt_out:
+                piece = _causal_attention(part, keys, values, self.scale, before + start)
+            elif quantised:
+                seen = mx.arange(before + start, before + end)[:, None] >= mx.arange(S)
+                piece = attention(part, keys, values, mask=seen)
             else:
-                seen = before + end if mask == "causal" else S
-                pieces.append(attention(part, keys[:, :, :seen], values[:, :, :seen]))
-            ahead.start(pieces[-1])
+                piece = attention(part, keys[:, :, : before + end], values[:, :, : before + end], mask=mask)
+            pieces.append(piece)
+            ahead.start(piece)
         return mx.concatenate(pieces, axis=2)
 
     def after(self, out: mx.array, projected: mx.array) -> mx.array:
@@ -200,6 +212,11 @@ def _write(
     places = mx.broadcast_to(rows[:, None], last_keys.shape)
     keys = mx.put_along_axis(keys, places, last_keys, axis=2)
     return keys, mx.put_along_axis(values, places, last_values, axis=2)
+
+
+def _rows(mask: mx.array, start: int, end: int) -> mx.array:
+    """A mask's rows of some queries; one that is the same for all of them stays whole."""
+    return mask[..., start:end, :] if mask.ndim > 1 and mask.shape[-2] > 1 else mask
 
 
 def _keeps_scores(D: int) -> bool:

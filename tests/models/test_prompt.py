@@ -4,7 +4,7 @@ import itertools
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from lily_mlx import prompt
@@ -187,6 +187,39 @@ def test_attention_in_pieces_is_the_same(monkeypatch, mask, context):
     )
     monkeypatch.setattr(attention, "MAX_PAIRS", 3 * 2 * (context + T))
     assert_close(layer.attend(q, keys, values, mask), whole, 1e-6)
+    assert calls == [3, 3, 1]
+
+
+@pytest.mark.parametrize("kind", ["rows", "one row", "batch", "numbers", "quantised", "quantised, causal"])
+@pytest.mark.parametrize("context", [0, 9])
+def test_attention_under_any_mask_goes_in_pieces(monkeypatch, kind, context):
+    """As padded batches have it, and quantised caches."""
+    _, lily = small_models()
+    layer = next(layer.self_attn for layer in lily.layers if not layer.is_linear)
+    Hq, Hk, D, T = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim, 7
+    q = mx.random.normal((2, Hq, T, D))
+    keys, values = (mx.random.normal((2, Hk, context + T, D)) for _ in range(2))
+    causal = mx.arange(context, context + T)[:, None] >= mx.arange(context + T)
+    mask = {
+        "one row": mx.arange(context + T)[None] > 0,
+        "batch": causal & (mx.arange(context + T) > mx.array([0, 2])[:, None, None, None]),
+        "numbers": mx.where(causal, mx.random.normal(causal.shape), -1e9),
+        "quantised, causal": "causal",
+    }.get(kind, causal)
+    cache = None
+    if kind.startswith("quantised"):
+        cache = QuantizedKVCache(group_size=32, bits=8)
+        keys, values = cache.update_and_fetch(keys, values)
+    whole = layer.attend(q + 0, keys, values, mask, cache)  # stock scales its queries in place
+    calls = []
+    inner = attention.stock.scaled_dot_product_attention
+    monkeypatch.setattr(
+        attention.stock,
+        "scaled_dot_product_attention",
+        lambda q, *a, **k: calls.append(q.shape[2]) or inner(q, *a, **k),
+    )
+    monkeypatch.setattr(attention, "MAX_PAIRS", 3 * 2 * (context + T))
+    assert_close(layer.attend(q, keys, values, mask, cache), whole, 1e-6)
     assert calls == [3, 3, 1]
 
 
