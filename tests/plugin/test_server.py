@@ -25,7 +25,7 @@ def free_port():
 
 
 @contextlib.contextmanager
-def server(log, *launcher, options=()):
+def server(log, *launcher, options=(), backend="auto"):
     """Run mlx_lm.server for the tiny checkpoint, give its port, and end it with everything it started."""
     port = free_port()
     words = [BIN / "mlx_lm.server", "--engine", "lily", "--model", TINY, "--port", port, *options]
@@ -36,7 +36,7 @@ def server(log, *launcher, options=()):
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "LILY_STATS": "1"},
+            env={**os.environ, "LILY_STATS": "1", "LILY_BACKEND": backend},
         )
         try:
             yield port, process
@@ -49,7 +49,7 @@ def server(log, *launcher, options=()):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def ask(port, process, log):
+def ask(port, process, log, tokens=30):
     """The streamed answer to QUESTION, as a list of its pieces."""
     deadline = time.monotonic() + 90
     while True:
@@ -66,7 +66,7 @@ def ask(port, process, log):
     stream = client.chat.completions.create(
         model="default_model",
         messages=[{"role": "user", "content": QUESTION}],
-        max_tokens=30,
+        max_tokens=tokens,
         temperature=0,
         stream=True,
     )
@@ -83,6 +83,18 @@ def answer(tmp_path_factory):
 def test_streamed_chat_completion(answer):
     assert len(answer) > 5  # it came in pieces
     assert "return a + b" in "".join(answer)
+
+
+def test_a_request_by_itself_decodes_in_the_step(tmp_path):
+    """Though the server's generator is that of batches."""
+    log = tmp_path / "log"
+    with server(log, backend="host") as (port, process):
+        ask(port, process, log, tokens=5)
+        process.send_signal(signal.SIGINT)
+        process.wait(20)
+    (stats,) = [line for line in log.read_text().splitlines() if line.startswith("lily: ")]
+    ran = dict(word.split("=") for word in stats.split()[1:])
+    assert int(ran["op.attention_decode"]) >= 4 * 2  # of its layers two have attention
 
 
 def test_ring_of_two_gives_the_same_tokens(answer, tmp_path):
