@@ -357,7 +357,7 @@ def describe(facts: Mapping[str, object]) -> str:
         f"mlx-lm {facts['mlx_lm']}",
         f"lily-mlx {facts['lily_mlx']} at {facts['commit'] or 'an unknown commit'}",
         f"{facts['os']}, Python {facts['python']}",
-        f"matrix accelerators {matrix} ({facts['nax_why']})",
+        f"Apple's neural accelerators {matrix} ({facts['nax_why']})",
     ]
     return "; ".join(parts)
 

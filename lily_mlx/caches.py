@@ -9,8 +9,13 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
 
-_paddings: WeakKeyDictionary[BatchKVCache, tuple[mx.array, int]] = WeakKeyDictionary()
-"""Of a batch's cache, the array that says how its rows are padded, and the largest padding, read once."""
+
+class Mark(int):
+    """An offset that :func:`put` has set. Whoever else writes to a cache leaves a plain number."""
+
+
+_whole: WeakKeyDictionary[BatchKVCache, mx.array] = WeakKeyDictionary()
+"""Of batches' caches without padding the offset that they had when that was seen: who writes replaces it."""
 
 
 def is_kv(cache: Any) -> bool:
@@ -37,7 +42,7 @@ def why_not(caches: Sequence[Any]) -> str | None:
             if (cache[0] is None) != (cache[1] is None):
                 return "a linear layer's cache is half empty"
         elif type(cache) is BatchKVCache:
-            if cache._right_padding is not None or _padding(cache):
+            if _has_padding(cache):
                 return "an attention layer's cache holds padded rows"
         elif type(cache) is not KVCache:
             return f"a layer's cache is {type(cache).__name__}"
@@ -54,24 +59,31 @@ def put(cache: Any, keys: mx.array, values: mx.array) -> None:
     cache.keys, cache.values = keys, values
     if type(cache) is BatchKVCache:
         cache._idx += 1
-        cache.offset = mx.array([cache._idx], dtype=mx.int32)
+        cache.offset = _whole[cache] = mx.array([cache._idx], dtype=mx.int32)
     else:
-        cache.offset += 1
+        cache.offset = Mark(cache.offset + 1)
 
 
 def _padded(cache: ArraysCache) -> bool:
     """Whether tokens to come are padding; what has been passed is forgotten, as no mask depends on it."""
     if cache.left_padding is None:
         return False
-    if int(cache.left_padding.max()) > 0:
+    if _most(cache.left_padding) > 0:
         return True
     cache.left_padding = None
     return False
 
 
-def _padding(cache: BatchKVCache) -> int:
-    found = _paddings.get(cache)
-    if found is None or found[0] is not cache.left_padding:
-        found = (cache.left_padding, int(cache.left_padding.max()))
-        _paddings[cache] = found
-    return found[1]
+def _has_padding(cache: BatchKVCache) -> bool:
+    if getattr(cache, "_right_padding", None) is not None:  # a reloaded cache has no such attribute
+        return True
+    if _whole.get(cache) is not cache.offset:
+        if _most(cache.left_padding) > 0:
+            return True
+        _whole[cache] = cache.offset
+    return False
+
+
+def _most(padding: mx.array) -> int:
+    rows: Any = padding.tolist()
+    return int(max(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -9,6 +10,8 @@ from itertools import chain
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
 
 from .counters import counts
 
@@ -44,6 +47,23 @@ class Compiled:
         counts.subtract(self._launches)
         self._traced()
         return results
+
+
+def why_not_constants(module: nn.Module) -> str | None:
+    """None if a compiled function may take the module's arrays as constants, else the reason.
+
+    They are computed for that: what is not would be computed in each run. What a gradient or another
+    transformation is taken of keeps its graph even then; as a constant it would have a gradient of zero.
+    """
+    leaves: Any = tree_flatten(module.parameters())
+    arrays = [array for _, array in leaves]
+    graph = io.StringIO()
+    try:
+        mx.eval(arrays)
+        mx.export_to_dot(graph, *arrays)
+    except ValueError:  # of a transformation that computes nothing
+        graph.write("->")
+    return "the weights are being transformed" if "->" in graph.getvalue() else None
 
 
 class Snapshot:

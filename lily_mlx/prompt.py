@@ -20,7 +20,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from . import caches
 from .ahead import Ahead
-from .compiled import Compiled, Snapshot
+from .compiled import Compiled, Snapshot, why_not_constants
 from .launch import backend
 from .ops.choice import switched_off
 from .settings import settings
@@ -79,7 +79,7 @@ class PromptStep:
             self._seen.add(size)
             return "its size comes for the first time"
         if self._snapshot.renew():
-            self._why_layers = why_not_layers(self._text.layers)
+            self._why_layers = why_not_layers(self._text.layers) or why_not_constants(self._text)
             self._compiled = {}
         return self._why_layers or caches.why_not(cache)
 

@@ -24,7 +24,7 @@ from mlx import nn
 from mlx_lm.models.cache import ArraysCache
 
 from . import caches
-from .compiled import Compiled, Snapshot
+from .compiled import Compiled, Snapshot, why_not_constants
 from .launch import backend
 from .layers import LAYER_CLASSES
 from .layers.projection import project
@@ -44,13 +44,13 @@ class Turn:
         left: keys and values [1, Hk, capacity, D] as the cache has them.
         spare: the pair before, which lacks the last row.
         rows: the last two rows [1, Hk, 2, D] of keys and of values.
-        offset: the next token's position.
+        offset: the cache's own, as it was put there: whatever else writes to the cache puts another one.
     """
 
     left: tuple[mx.array, mx.array]
     spare: tuple[mx.array, mx.array]
     rows: tuple[mx.array, mx.array]
-    offset: int
+    offset: Any
 
 
 class DecodeStep:
@@ -90,7 +90,7 @@ class DecodeStep:
         if why := _why_not_caches(cache):
             return why
         if self._snapshot.renew():
-            self._why_layers = why_not_layers(self._text.layers)
+            self._why_layers = why_not_layers(self._text.layers) or why_not_constants(self._text)
             self._compiled = {}
         return self._why_layers
 
@@ -114,34 +114,30 @@ class DecodeStep:
             new = tuple(next(rest) for _ in group)
             if caches.is_kv(c):
                 keys, values, *rows = new
-                self.turns[c] = Turn((keys, values), (c.keys, c.values), (rows[0], rows[1]), offset + 1)
+                spare = (c.keys, c.values)
                 caches.put(c, keys, values)
+                self.turns[c] = Turn((keys, values), spare, (rows[0], rows[1]), c.offset)
             else:
                 c[0], c[1] = new
                 c.advance(1)
         return logits
 
-    def forget(self, cache: Sequence[Any]) -> None:
-        """Take nothing of what earlier tokens have left for a cache: something else writes to it."""
-        for c in cache:
-            if caches.is_kv(c):
-                self.turns.pop(c, None)
-
     def _arrays(self, cache: Any) -> tuple[mx.array, ...]:
         """What the step takes of a layer's cache: its two arrays, or what it writes keys and values into."""
         if isinstance(cache, ArraysCache):
             return cache[0], cache[1]
-        offset = caches.length(cache)
-        if offset >= cache.keys.shape[2]:
-            B, Hk, _, D = cache.keys.shape
-            room = mx.zeros((B, Hk, CAPACITY_STEP, D), cache.keys.dtype)
-            cache.keys = mx.concatenate([cache.keys, room], axis=2)
-            cache.values = mx.concatenate([cache.values, room], axis=2)
+        offset, capacity = caches.length(cache), cache.keys.shape[2]
         turn = self.turns.get(cache)
-        if turn is not None and turn.offset == offset:
+        if turn is not None and turn.offset is cache.offset and offset < capacity:
             keys, values = turn.left
             if keys is cache.keys and values is cache.values:
                 return *turn.spare, *turn.rows
+        # Whole steps: any length of a prompt would be a capacity of its own, for which the step is compiled.
+        if room := -(-max(offset + 1, capacity) // CAPACITY_STEP) * CAPACITY_STEP - capacity:
+            B, Hk, _, D = cache.keys.shape
+            zeros = mx.zeros((B, Hk, room, D), cache.keys.dtype)
+            cache.keys = mx.concatenate([cache.keys, zeros], axis=2)
+            cache.values = mx.concatenate([cache.values, zeros], axis=2)
         return cache.keys, cache.values, *(_last_rows(a, offset) for a in (cache.keys, cache.values))
 
     def _function(self) -> Callable[..., Any]:

@@ -5,7 +5,13 @@ import copy
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 
 from lily_mlx import caches
 from lily_mlx.counters import counts
@@ -82,6 +88,57 @@ def test_padded_rows_are_not_taken(compiled_ops):
     assert caches.why_not(cache) is None
 
 
+def test_a_row_that_is_padded_later_is_noticed(compiled_ops):
+    """Stock adds padding to the array that it has: nothing but the cache's offset is another object then."""
+    stock, lily = small_models()
+    results = []
+    for model in (stock, lily):
+        cache = [c.merge([c]) for c in make_prompt_cache(model)]
+        model(mx.array([PROMPTS[0]]), cache=cache)
+        decode(model, cache, [5, 6])
+        for c in cache:
+            c.prepare(lengths=[2], right_padding=[2])
+        model(mx.array([[7, 8, 0, 0]]), cache=cache)
+        for c in cache:
+            c.finalize()
+        results.append(decode(model, cache, [9, 10, 11]))
+        offsets = [c.offset.tolist() for c in cache if isinstance(c, BatchKVCache)]
+        assert offsets == [[13]] * len(offsets)
+    assert_close(*results[::-1])
+
+
+def test_segments_of_unequal_lengths(compiled_ops):
+    """Rows of a batch are equally long, then not, then again: stock pads in between."""
+    segments = [
+        [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [3]],
+        [[4, 3, 2, 1], [6, 7], [12, 11, 10, 9], [5]],
+    ]
+    found = []
+    for model in small_models():
+        rows = []
+        for parts in ([[[4] * 4] * 3] * 2, segments):  # first so that chunks of four are compiled
+            generator = BatchGenerator(model, completion_batch_size=4, prefill_batch_size=4)
+            generator.insert_segments(parts, max_tokens=[3] * 2)
+            for _ in range(12):
+                rows += [(r.uid, r.token, r.logprobs) for r in generator.next_generated()]
+            generator.close()
+        found.append(sorted(rows, key=lambda row: row[0]))
+    assert [row[:2] for row in found[0]] == [row[:2] for row in found[1]]
+    assert len(found[0]) >= 8
+    for one, other in zip(*found, strict=True):
+        assert mx.abs(one[2] - other[2]).max() < 1e-3
+
+
+def test_reloaded_caches_are_taken(compiled_ops, tmp_path):
+    stock, lily = small_models()
+    cache = [c.merge([c]) for c in make_prompt_cache(lily)]
+    lily(mx.array([PROMPTS[0]]), cache=cache)
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+    reloaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    expected = decode(stock, cache, [7, 8])
+    assert_close(decode(lily, reloaded, [7, 8]), expected)
+
+
 def test_single_tokens_of_a_batch_run_as_in_stock(lily, monkeypatch):
     monkeypatch.setenv("LILY_BACKEND", "host")
     model, _ = lily
@@ -92,21 +149,25 @@ def test_single_tokens_of_a_batch_run_as_in_stock(lily, monkeypatch):
     assert not [name for name in counts if name.startswith("op.")]
 
 
-def test_tokens_that_are_taken_back_leave_nothing(compiled_ops):
+@pytest.mark.parametrize("by", ["lily", "stock"])
+@pytest.mark.parametrize("batch", [False, True])
+def test_tokens_that_are_taken_back_leave_nothing(compiled_ops, by, batch):
     """Three tokens are decoded, two taken back, and a chunk of two brings the cache to the same length."""
     stock, lily = small_models()
     results = []
     for model in (stock, lily):
         cache = make_prompt_cache(model)
+        if batch:
+            cache = [c.merge([c]) for c in cache]
         model(mx.array([PROMPTS[0]]), cache=cache)
         decode(model, cache, [7])
         states = [list(c.cache) if isinstance(c, ArraysCache) else None for c in cache]
         decode(model, cache, [8, 9])
         for c, state in zip(cache, states, strict=True):
-            if isinstance(c, KVCache):
+            if state is None:
                 c.trim(2)
             else:
                 c.cache = state
-        model(mx.array([[20, 21]]), cache=cache)
+        {"lily": model, "stock": stock}[by](mx.array([[20, 21]]), cache=cache)
         results.append(decode(model, cache, [10, 11, 12]))
     assert_close(*results[::-1])

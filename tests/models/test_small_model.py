@@ -87,6 +87,8 @@ def test_any_chunking_gives_stocks_probabilities_and_states(models, step):
         pairs = list(zip(arrays_of(theirs), arrays_of(ours), strict=True))
         assert len(pairs) == 2
         for a, b in pairs:
+            if isinstance(theirs, KVCache):
+                a, b = (x[:, :, : theirs.offset] for x in (a, b))  # ours has more room
             assert (mx.abs(a - b).max() / mx.abs(a).max()).item() < 1e-3
 
 

@@ -1,8 +1,11 @@
 """The decode step: compiled, its caches stock's, its result new when anything about the model changes."""
 
+import copy
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx import nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen3_5_moe as stock_module
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -28,8 +31,6 @@ def compiled_ops(monkeypatch):
 
 def small_models(quantise=False):
     """A seeded small stock model and Lily's of the same weights."""
-    from mlx import nn
-
     models = []
     for _ in range(2):
         mx.random.seed(6)
@@ -75,12 +76,49 @@ def test_is_compiled_once_per_capacity(compiled_ops, monkeypatch):
     monkeypatch.setattr(step, "_forward", lambda *arrays: traces.append(1) or forward(*arrays))
     cache = make_prompt_cache(lily)
     lily(PROMPT, cache=cache)
+    decode(lily, cache, [6])
+    assert {c.keys.shape[2] for c in cache if isinstance(c, KVCache)} == {CAPACITY_STEP}  # stock's has 256
     for one in cache:
         if isinstance(one, KVCache):
-            one.offset = one.keys.shape[2] - 2  # two rows before it is full
+            one.offset = CAPACITY_STEP - 2  # two rows before it is full
     decode(lily, cache, range(4))
     assert len(traces) == 2
-    assert {c.keys.shape[2] for c in cache if isinstance(c, KVCache)} == {256 + CAPACITY_STEP}
+    assert {c.keys.shape[2] for c in cache if isinstance(c, KVCache)} == {2 * CAPACITY_STEP}
+
+
+def test_gradients_are_stocks(compiled_ops):
+    """A compiled step would have the weights as constants, of which no gradient comes."""
+    gradients = []
+    for model in small_models():
+        cache = make_prompt_cache(model)
+        model(PROMPT, cache=cache)
+        decode(model, copy.deepcopy(cache), [6])
+
+        def loss(model, cache=cache):
+            cache = copy.deepcopy(cache)
+            return decode(model, cache, [7, 8]).square().mean()
+
+        gradients.append(nn.value_and_grad(model, loss)(model)[1]["language_model"]["lm_head"]["weight"])
+    assert mx.abs(gradients[0]).max() > 0
+    assert_close(gradients[1], gradients[0])
+
+
+def test_weights_are_computed_once(compiled_ops, monkeypatch):
+    """Also those that nothing has asked for when the step is compiled: later it finds them computed."""
+    stock, lily = small_models()
+    for model in (stock, lily):
+        head = model.language_model.lm_head
+        head.weight = head.weight * 2
+    caches = [make_prompt_cache(model) for model in (stock, lily)]
+    for model, cache in zip((stock, lily), caches, strict=True):
+        mx.eval(model.language_model.model(PROMPT, cache))
+    asked = []
+    evaluate = mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *trees: asked.append(trees) or evaluate(*trees))
+    actual = decode(lily, caches[1], [6, 7])
+    assert len(asked) == 1
+    assert any(array is lily.language_model.lm_head.weight for array in asked[0][0])
+    assert_close(actual, decode(stock, caches[0], [6, 7]))
 
 
 @pytest.mark.parametrize("change", ["weights", "lora"])

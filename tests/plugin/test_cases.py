@@ -53,7 +53,7 @@ def model(backend, lily, small):
 @pytest.fixture(scope="module")
 def prompts():
     rng = np.random.default_rng(3)
-    return [rng.integers(0, 128, n).tolist() for n in (12, 3, 21)]
+    return [rng.integers(0, 128, n).tolist() for n in (12, 3, 41)]
 
 
 def test_a_batch_rows_equal_their_single_runs(model, lily, prompts):
