@@ -9,11 +9,6 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
 
-
-class Mark(int):
-    """An offset that :func:`put` has set. Whoever else writes to a cache leaves a plain number."""
-
-
 _whole: WeakKeyDictionary[BatchKVCache, mx.array] = WeakKeyDictionary()
 """Of batches' caches without padding the offset that they had when that was seen: who writes replaces it."""
 
@@ -61,7 +56,7 @@ def put(cache: Any, keys: mx.array, values: mx.array) -> None:
         cache._idx += 1
         cache.offset = _whole[cache] = mx.array([cache._idx], dtype=mx.int32)
     else:
-        cache.offset = Mark(cache.offset + 1)
+        cache.offset += 1
 
 
 def _padded(cache: ArraysCache) -> bool:

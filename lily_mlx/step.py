@@ -44,7 +44,8 @@ class Turn:
         left: keys and values [1, Hk, capacity, D] as the cache has them.
         spare: the pair before, which lacks the last row.
         rows: the last two rows [1, Hk, 2, D] of keys and of values.
-        offset: the cache's own, as it was put there: whatever else writes to the cache puts another one.
+        offset: the cache's own object, as it was put there: who else writes to the cache puts another. (Of
+            numbers up to 256 Python has one each, so those say no more than the length.)
     """
 
     left: tuple[mx.array, mx.array]
@@ -121,6 +122,12 @@ class DecodeStep:
                 c[0], c[1] = new
                 c.advance(1)
         return logits
+
+    def forget(self, cache: Sequence[Any]) -> None:
+        """Take nothing of what earlier tokens have left for a cache: something else of the model writes to it."""
+        for c in cache:
+            if caches.is_kv(c):
+                self.turns.pop(c, None)
 
     def _arrays(self, cache: Any) -> tuple[mx.array, ...]:
         """What the step takes of a layer's cache: its two arrays, or what it writes keys and values into."""

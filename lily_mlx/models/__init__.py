@@ -44,10 +44,13 @@ class LilyModel(nn.Module):
         return self._run(inputs, cache, input_embeddings)
 
     def _run(self, inputs: mx.array, cache: Any, input_embeddings: mx.array | None) -> mx.array:
-        if cache is not None and input_embeddings is None:
-            for step in (decode_step(self), prompt_step(self)):
-                if step.why_not(inputs, cache) is None:
-                    return step(inputs, cache)
+        decode, prompt = decode_step(self), prompt_step(self)
+        if cache is not None:
+            if input_embeddings is None and decode.why_not(inputs, cache) is None:
+                return decode(inputs, cache)
+            decode.forget(cache)
+            if input_embeddings is None and prompt.why_not(inputs, cache) is None:
+                return prompt(inputs, cache)
         # Single tokens that the decode step does not take, such as those of a batch, run as in stock:
         # prepared layer by layer, Lily's launches would cost more than they save.
         tokens = inputs if input_embeddings is None else input_embeddings
