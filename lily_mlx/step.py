@@ -124,7 +124,7 @@ class DecodeStep:
         return logits
 
     def forget(self, cache: Sequence[Any]) -> None:
-        """Take nothing of what earlier tokens have left for a cache: something else of the model writes to it."""
+        """Take nothing of what earlier tokens left for a cache: something else of the model writes to it."""
         for c in cache:
             if caches.is_kv(c):
                 self.turns.pop(c, None)
