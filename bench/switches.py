@@ -61,7 +61,7 @@ def _token_read_back() -> Context:
     return patch.object(LilyModel, "__call__", read_first)
 
 
-def _layer_by_layer(step: type) -> Context:
+def _not_taken(step: type) -> Context:
     """A compiled step takes no call."""
     return patch.object(step, "why_not", lambda self, inputs, cache: "switched off")
 
@@ -93,8 +93,8 @@ _MECHANISMS: dict[str, Callable[[], Context]] = {
     "prompt_chunks": _whole_prompt,
     "token_on_gpu": _token_read_back,
     "overlap": _one_write_after_the_other,
-    "prompt_step": lambda: _layer_by_layer(PromptStep),
-    "decode_step": lambda: _layer_by_layer(DecodeStep),
+    "prompt_step": lambda: _not_taken(PromptStep),
+    "decode_step": lambda: _not_taken(DecodeStep),
 }
 
 

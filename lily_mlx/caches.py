@@ -10,7 +10,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
 
 _whole: WeakKeyDictionary[BatchKVCache, mx.array] = WeakKeyDictionary()
-"""Of batches' caches without padding the offset that they had when that was seen: who writes replaces it."""
+"""Of batches' caches without padding the offset that they had when that was seen.
+
+Stock replaces it whenever it writes, by ``offset = offset + n``; ``+=`` would keep the object.
+"""
 
 
 def is_kv(cache: Any) -> bool:
@@ -28,7 +31,8 @@ def why_not(caches: Sequence[Any]) -> str | None:
     """None if no row of the caches is padded and all are of types that the steps know, else the reason.
 
     A batch's generator gives every row a padding, which is zero, or has been passed, where a row is alone or
-    all are of one length.
+    all are of one length. It is read, and waited for, when a batch's cache is new or others have written to
+    it; a linear layer's, once passed, is taken away, as no mask depends on it.
     """
     for cache in caches:
         if type(cache) is ArraysCache:

@@ -5,7 +5,8 @@ Compiling is no faster than running layer by layer, so a size is compiled when i
 the chunks of a long prompt, and prompts of one length.
 
 Prepared this fast, all layers of a chunk would be queued, each with its scratch memory, while the GPU is at
-the first. So layers are handed to the GPU one by one and only some are prepared ahead of it.
+the first. So layers are handed to the GPU one by one, those of a short chunk in groups, and only some are
+prepared ahead of it.
 """
 
 from __future__ import annotations

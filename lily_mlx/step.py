@@ -31,7 +31,7 @@ from .layers.projection import project
 from .settings import settings
 
 CAPACITY_STEP = 1024
-"""Rows that a full KV cache grows by: each growth copies the cache and compiles the step again."""
+"""Capacities are multiples of it: the step is compiled for each, and keys and values are copied into them."""
 
 _LILY_CLASSES = frozenset(LAYER_CLASSES.values())
 
@@ -72,7 +72,7 @@ class DecodeStep:
         self.turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
 
     def why_not(self, inputs: mx.array, cache: Sequence[Any]) -> str | None:
-        """None if this step can run the call, else the reason that the model runs layer by layer.
+        """None if this step can run the call, else the reason that it does not.
 
         Args:
             inputs: tokens [B, T].

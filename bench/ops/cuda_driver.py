@@ -23,7 +23,7 @@ _Size, _Address = ctypes.c_size_t, ctypes.c_uint64
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel that is loaded; registers and bytes of local memory (what is spilled) of a thread."""
+    """A kernel that is loaded; registers and bytes of local memory (spills, indexed arrays) of a thread."""
 
     handle: ctypes.c_void_p
     registers: int
