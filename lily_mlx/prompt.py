@@ -21,11 +21,11 @@ from mlx_lm.models.cache import ArraysCache
 
 from . import caches
 from .ahead import Ahead
-from .compiled import Compiled, Snapshot, why_not_constants
+from .compiled import Compiled, Snapshot
 from .launch import backend
 from .ops.choice import switched_off
 from .settings import settings
-from .step import CAPACITY_STEP, why_not_layers
+from .step import CAPACITY_STEP, why_not_compiled
 
 MAX_SIZES = 64
 """Numbers of tokens that are kept compiled; the next one starts afresh."""
@@ -80,7 +80,7 @@ class PromptStep:
             self._seen.add(size)
             return "its size comes for the first time"
         if self._snapshot.renew():
-            self._why_layers = why_not_layers(self._text.layers) or why_not_constants(self._text)
+            self._why_layers = why_not_compiled(self._text)
             self._compiled = {}
         return self._why_layers or caches.why_not(cache)
 

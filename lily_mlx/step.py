@@ -91,7 +91,7 @@ class DecodeStep:
         if why := _why_not_caches(cache):
             return why
         if self._snapshot.renew():
-            self._why_layers = why_not_layers(self._text.layers) or why_not_constants(self._text)
+            self._why_layers = why_not_compiled(self._text)
             self._compiled = {}
         return self._why_layers
 
@@ -185,15 +185,19 @@ def decode_step(model: nn.Module) -> DecodeStep:
     return step
 
 
-def why_not_layers(layers: Sequence[nn.Module]) -> str | None:
-    """None if every layer is Lily's and whole in this process, else the reason of the first that is not."""
-    for layer in layers:
+def why_not_compiled(text: nn.Module) -> str | None:
+    """None if every layer is Lily's and whole in this process, and weights are constants, else the reason.
+
+    Args:
+        text: a Lily model's ``language_model``.
+    """
+    for layer in text.layers:
         for module in (layer.linear_attn if layer.is_linear else layer.self_attn, layer.mlp):
             if type(module) not in _LILY_CLASSES:
                 return f"a layer is {type(module).__name__}"
             if getattr(module, "sharding_group", None) is not None:
                 return "the model is sharded"
-    return None
+    return why_not_constants(text)
 
 
 def _why_not_caches(cache: Sequence[Any]) -> str | None:

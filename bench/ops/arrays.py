@@ -13,6 +13,13 @@ GROUP = 64
 TOP_K = 8
 
 
+def normal(*shape: int, dtype: mx.Dtype = DTYPE, scale: float = 1.0) -> mx.array:
+    """Normally distributed numbers, computed before they are used."""
+    x = (mx.random.normal(shape) * scale).astype(dtype)
+    mx.eval(x)
+    return x
+
+
 def random_matrix(*shape: int, bits: int = 4) -> Packed:
     """A matrix whose product keeps the size of its input, made as it is stored."""
     *leading, columns = shape

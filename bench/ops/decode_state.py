@@ -27,9 +27,9 @@ import mlx.core as mx
 
 from lily_mlx.ops import attention_decode, gated_delta_scan, gated_delta_step, qk_prepare
 
+from .arrays import normal, relative_error
 from .machine import add_run_options, backend_of, copy_bandwidth, environment, whole
 
-DTYPE = mx.bfloat16
 Hk_LINEAR, Hv, Dk, Dv = 16, 32, 128, 128
 Hq, Hk, D, ROTARY = 16, 2, 256, 64
 CACHE_BYTES = 60e6  # of the GPU, about: the buffers of a chain are more than this together
@@ -73,19 +73,6 @@ class Arm:
     run: Callable[[], float] | None = None
 
 
-def normal(*shape: int, dtype: mx.Dtype = DTYPE, scale: float = 1.0) -> mx.array:
-    x = (mx.random.normal(shape, dtype=mx.float32) * scale).astype(dtype)
-    mx.eval(x)
-    return x
-
-
-def error(got: mx.array, want: mx.array) -> float:
-    """Largest difference relative to the largest value."""
-    want = want.astype(mx.float32)
-    difference = mx.abs(got.astype(mx.float32) - want)
-    return float(mx.where(mx.isnan(difference), mx.inf, difference).max() / mx.abs(want).max())
-
-
 def step_arms(backend: str, layers: int) -> Iterator[Arm]:
     C = 2 * Hk_LINEAR * Dk + Hv * Dv
     weights = {
@@ -115,7 +102,7 @@ def step_arms(backend: str, layers: int) -> Iterator[Arm]:
 
         def errors(options=options) -> list[float]:
             got = call(conv_state, states[0], **options)
-            return [error(g, w) for g, w in zip(got, want, strict=True)]
+            return [relative_error(g, w) for g, w in zip(got, want, strict=True)]
 
         # Each layer's conv state is the next one's: it has the size, and each call waits for the one before.
         def chain(conv_state, states, options=options):
@@ -145,7 +132,7 @@ def step_arms(backend: str, layers: int) -> Iterator[Arm]:
 
     def scan_errors() -> list[float]:
         got = gated_delta_scan.gated_delta_scan(q, k, v, g, beta, states[0], backend=backend)
-        return [error(x, w) for x, w in zip(got, (want_y, want_state), strict=True)]
+        return [relative_error(x, w) for x, w in zip(got, (want_y, want_state), strict=True)]
 
     def scan_chain(v, states):
         results = []
@@ -176,7 +163,7 @@ def prepare_arms(backend: str, calls: int) -> Iterator[Arm]:
     def errors() -> list[float]:
         got = qk_prepare.qk_prepare(*arrays, **heads, before=rows, backend=backend)
         want = qk_prepare.qk_prepare_reference(*arrays, **heads, before=rows)
-        return [error(g, w) for g, w in zip(got, want, strict=True)]
+        return [relative_error(g, w) for g, w in zip(got, want, strict=True)]
 
     def chain(k, v):
         queries = []
@@ -221,7 +208,7 @@ def attention_arms(backend: str, context: int, calls: int | None) -> Iterator[Ar
 
         def errors(options=options) -> list[float]:
             got = attention_decode.attention_decode(q, keys[0], values[0], projected, position, **options)
-            return [error(got, want)]
+            return [relative_error(got, want)]
 
         def chain(q, keys, values, options=options):
             for i in range(calls):
@@ -241,7 +228,7 @@ def attention_arms(backend: str, context: int, calls: int | None) -> Iterator[Ar
         return out * mx.sigmoid(gate)
 
     def stock_errors() -> list[float]:
-        return [error(stock(q, keys[0], values[0]).reshape(1, 1, -1), want)]
+        return [relative_error(stock(q, keys[0], values[0]).reshape(1, 1, -1), want)]
 
     def stock_chain(q, keys, values):
         for i in range(calls):

@@ -24,6 +24,7 @@ import mlx.core as mx
 from lily_mlx.ops import gated_delta_scan as op
 
 from ..bridge import packed_scan
+from .arrays import relative_error
 from .machine import add_run_options, backend_of, copy_bandwidth, environment, whole
 
 Arrays = dict[str, mx.array]
@@ -74,12 +75,6 @@ def mlx_arm(
 ) -> tuple[mx.array, mx.array]:
     y, state = mx.fast.gated_delta_update(q, k, v, g, beta, state)
     return y, state
-
-
-def error(got: mx.array, want: mx.array) -> float:
-    """Largest difference relative to the largest value."""
-    difference = mx.abs(got.astype(mx.float32) - want)
-    return float(mx.where(mx.isnan(difference), mx.inf, difference).max() / mx.abs(want).max())
 
 
 def chain(arm: Arm, arrays: Arrays, calls: int) -> float:
@@ -137,7 +132,8 @@ def main() -> int:
             try:
                 arm = make()
                 y, state = arm(**arrays)
-                record["error_y"], record["error_state"] = error(y, want_y), error(state, want_state)
+                record["error_y"] = relative_error(y, want_y)
+                record["error_state"] = relative_error(state, want_state)
             except Exception as failure:  # a layout that a compiler refuses must not end the others' run
                 reason = " ".join(str(failure).split())
                 record["failure"] = f"{type(failure).__name__}: {reason[:400]}"

@@ -57,8 +57,8 @@ def backend_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     except (UsageError, BackendUnavailableError) as error:
         parser.error(str(error))
     if backend == "ops" or not backends.available(backend):
-        what = "no GPU back-end" if backend == "ops" else f"no {backend} back-end"
-        parser.error(f"{what} here (--backend host tries the script on any machine)")
+        kind = "GPU" if backend == "ops" else backend
+        parser.error(f"no {kind} back-end here (--backend host tries the script on any machine)")
     return backend
 
 

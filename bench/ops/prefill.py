@@ -50,7 +50,7 @@ from lily_mlx.ops import (
 from lily_mlx.ops.packed import Packed
 from lily_mlx.ops.tile_product import grouped_tile
 
-from .arrays import DTYPE, GROUP, TOP_K, random_matrix, relative_error
+from .arrays import DTYPE, GROUP, TOP_K, normal, random_matrix, relative_error
 from .machine import add_run_options, backend_of, copy_bandwidth, environment, matrix_peak, whole
 
 Step = Callable[[mx.array], mx.array]
@@ -119,12 +119,6 @@ class Job:
     arms: dict[str, Arm]
     want: Sequence[mx.array]
     tolerance: Sequence[float]
-
-
-def normal(*shape: int, dtype: mx.Dtype = DTYPE, scale: float = 1.0) -> mx.array:
-    x = (mx.random.normal(shape) * scale).astype(dtype)
-    mx.eval(x)
-    return x
 
 
 def size_of(*arrays: mx.array) -> int:

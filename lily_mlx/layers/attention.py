@@ -89,10 +89,8 @@ class Attention(stock.Qwen3NextAttention):
             part = q[:, :, start:end]
             if pieces:
                 part = mx.depends(part, pieces[-1])
-            if isinstance(mask, mx.array):
+            if mask is None or isinstance(mask, mx.array):
                 piece = attention(part, keys, values, mask=_rows(mask, start, end))
-            elif mask is None:
-                piece = attention(part, keys, values, mask=None)
             elif spelt_out:
                 piece = _causal_attention(part, keys, values, self.scale, before + start)
             elif quantised:
@@ -214,9 +212,11 @@ def _write(
     return keys, mx.put_along_axis(values, places, last_values, axis=2)
 
 
-def _rows(mask: mx.array, start: int, end: int) -> mx.array:
+def _rows(mask: mx.array | None, start: int, end: int) -> mx.array | None:
     """A mask's rows of some queries; one that is the same for all of them stays whole."""
-    return mask[..., start:end, :] if mask.ndim > 1 and mask.shape[-2] > 1 else mask
+    if mask is None or mask.ndim == 1 or mask.shape[-2] == 1:
+        return mask
+    return mask[..., start:end, :]
 
 
 def _keeps_scores(D: int) -> bool:

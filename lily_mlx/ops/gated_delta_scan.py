@@ -165,9 +165,10 @@ def faster_stock_kernel(
     MLX has both on Metal only.
     """
     backend = backend or backends.resolve()
+    if backend != "metal":
+        return None
     faster = stock_kernel("gated_delta_scan", backends.chip(backend), **_shape(q, v))
-    has_it = backend == "metal" and (mask is None or faster == "mlx-lm")
-    return faster if has_it else None
+    return faster if mask is None or faster == "mlx-lm" else None
 
 
 def _shape(q: mx.array, v: mx.array) -> dict[str, int]:

@@ -169,43 +169,33 @@ def test_a_first_call_keeps_no_weights_in_memory(tokens):
     assert mx.get_active_memory() < before + embedding.weight.nbytes
 
 
-@pytest.mark.parametrize("mask", ["causal", None])
-@pytest.mark.parametrize("context", [0, 9])
-def test_attention_in_pieces_is_the_same(monkeypatch, mask, context):
+def attention_problem(T, S, B=2):
+    """An attention layer, and queries, keys and values for it."""
     _, lily = small_models()
     layer = next(layer.self_attn for layer in lily.layers if not layer.is_linear)
-    Hq, Hk, D, T = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim, 7
-    q = mx.random.normal((2, Hq, T, D))
-    keys, values = (mx.random.normal((2, Hk, context + T, D)) for _ in range(2))
-    whole = layer.attend(q, keys, values, mask)
-    calls = []
-    inner = attention.stock.scaled_dot_product_attention
-    monkeypatch.setattr(
-        attention.stock,
-        "scaled_dot_product_attention",
-        lambda q, *a, **k: calls.append(q.shape[2]) or inner(q, *a, **k),
-    )
-    monkeypatch.setattr(attention, "MAX_PAIRS", 3 * 2 * (context + T))
-    assert_close(layer.attend(q, keys, values, mask), whole, 1e-6)
-    assert calls == [3, 3, 1]
+    Hq, Hk, D = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
+    q = mx.random.normal((B, Hq, T, D))
+    return layer, q, *(mx.random.normal((B, Hk, S, D)) for _ in range(2))
 
 
-@pytest.mark.parametrize("kind", ["rows", "one row", "batch", "numbers", "quantised", "quantised, causal"])
+@pytest.mark.parametrize(
+    "kind",
+    ["causal", "none", "rows", "one row", "batch", "numbers", "quantised", "quantised, causal"],
+)
 @pytest.mark.parametrize("context", [0, 9])
-def test_attention_under_any_mask_goes_in_pieces(monkeypatch, kind, context):
-    """As padded batches have it, and quantised caches."""
-    _, lily = small_models()
-    layer = next(layer.self_attn for layer in lily.layers if not layer.is_linear)
-    Hq, Hk, D, T = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim, 7
-    q = mx.random.normal((2, Hq, T, D))
-    keys, values = (mx.random.normal((2, Hk, context + T, D)) for _ in range(2))
-    causal = mx.arange(context, context + T)[:, None] >= mx.arange(context + T)
+def test_attention_in_pieces_is_the_same(monkeypatch, kind, context):
+    """Also under the masks of padded batches, and over quantised caches."""
+    T, S = 7, context + 7
+    layer, q, keys, values = attention_problem(T, S)
+    rows = mx.arange(context, S)[:, None] >= mx.arange(S)
     mask = {
-        "one row": mx.arange(context + T)[None] > 0,
-        "batch": causal & (mx.arange(context + T) > mx.array([0, 2])[:, None, None, None]),
-        "numbers": mx.where(causal, mx.random.normal(causal.shape), -1e9),
+        "causal": "causal",
+        "none": None,
+        "one row": mx.arange(S)[None] > 0,
+        "batch": rows & (mx.arange(S) > mx.array([0, 2])[:, None, None, None]),
+        "numbers": mx.where(rows, mx.random.normal(rows.shape), -1e9),
         "quantised, causal": "causal",
-    }.get(kind, causal)
+    }.get(kind, rows)
     cache = None
     if kind.startswith("quantised"):
         cache = QuantizedKVCache(group_size=32, bits=8)
@@ -218,35 +208,29 @@ def test_attention_under_any_mask_goes_in_pieces(monkeypatch, kind, context):
         "scaled_dot_product_attention",
         lambda q, *a, **k: calls.append(q.shape[2]) or inner(q, *a, **k),
     )
-    monkeypatch.setattr(attention, "MAX_PAIRS", 3 * 2 * (context + T))
+    monkeypatch.setattr(attention, "MAX_PAIRS", 3 * 2 * S)
     assert_close(layer.attend(q, keys, values, mask, cache), whole, 1e-6)
     assert calls == [3, 3, 1]
 
 
 @pytest.mark.parametrize("context", [0, 9])
 def test_attention_spelt_out_is_the_same_and_its_scores_have_one_size(monkeypatch, context):
-    _, lily = small_models()
-    layer = next(layer.self_attn for layer in lily.layers if not layer.is_linear)
-    Hq, Hk, D, T = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim, 8
-    q = mx.random.normal((2, Hq, T, D))
-    keys, values = (mx.random.normal((2, Hk, context + T, D)) for _ in range(2))
+    T, S = 8, context + 8
+    layer, q, keys, values = attention_problem(T, S)
     whole = layer.attend(q, keys, values, "causal")
     shapes = []
     inner = attention._masked
     monkeypatch.setattr(attention, "_masked", lambda s, *a: shapes.append(s.shape) or inner(s, *a))
     monkeypatch.setattr(attention, "_keeps_scores", lambda D: True)
-    monkeypatch.setattr(attention, "MAX_PAIRS", 3 * 2 * (context + T))
+    monkeypatch.setattr(attention, "MAX_PAIRS", 3 * 2 * S)
     assert_close(layer.attend(q, keys, values, "causal"), whole, 1e-6)
-    assert shapes == [(2, Hq, 3, context + T)] * 2 + [(2, Hq, 2, context + T)]
+    Hq = layer.num_attention_heads
+    assert shapes == [(2, Hq, 3, S)] * 2 + [(2, Hq, 2, S)]
 
 
 @pytest.mark.parametrize("spelt_out", [False, True])
 def test_more_queries_than_keys_are_stocks(monkeypatch, spelt_out):
-    _, lily = small_models()
-    layer = next(layer.self_attn for layer in lily.layers if not layer.is_linear)
-    Hq, Hk, D = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
-    q = mx.random.normal((1, Hq, 7, D))
-    keys, values = (mx.random.normal((1, Hk, 4, D)) for _ in range(2))
+    layer, q, keys, values = attention_problem(7, 4, B=1)
     whole = layer.attend(q, keys, values, "causal")
     monkeypatch.setattr(attention, "_keeps_scores", lambda D: spelt_out)
     monkeypatch.setattr(attention, "MAX_PAIRS", 8)
